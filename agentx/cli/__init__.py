@@ -1,0 +1,73 @@
+"""The command line: the only place that prints. stdout is data, stderr is progress and errors.
+
+Each command lives in a module of its own with a `register(app)`; heavy imports happen inside the
+commands, so that `--help` and the first request are quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from agentx.errors import AgentxError
+
+EXIT_INTERRUPTED = 130
+
+
+def build_app() -> typer.Typer:
+    """The typer application with every command registered."""
+    from agentx.cli import gate, generate, replay, report, serve
+
+    app = typer.Typer(
+        name="agentx",
+        help="Make agentic LLM traffic, prove it, replay it against a deployment and report what can be trusted.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for module in (generate, gate, replay, report, serve):
+        module.register(app)
+
+    @app.callback()
+    def options(
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+        version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
+    ) -> None:
+        if debug:
+            os.environ["AGENTX_DEBUG"] = "1"
+
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from agentx import __version__
+
+        sys.stdout.write(f"agentx {__version__}\n")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code (0, 1, 2, 3 or 130)."""
+    sys.exit(run())
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """The exit code of one command line, errors printed on stderr; `arguments` default to the process's own."""
+    try:
+        result = build_app()(args=arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except AgentxError as error:
+        if os.environ.get("AGENTX_DEBUG"):
+            traceback.print_exc()
+        sys.stderr.write("\n".join(error.lines()) + "\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -33,9 +33,7 @@ def parse_duration_ns(text: str, option: str = "duration") -> int:
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise InputError(
-            f"{option}: {text!r} is not a duration", "write a number and a unit: 900s, 15m, 1.5h, 250ms"
-        )
+        raise InputError(f"{option}: {text!r} is not a duration", "write a number and a unit: 900s, 15m, 1.5h, 250ms")
     return round(float(match[1]) * _DURATION_NS[match[2] or "s"])
 
 

@@ -34,7 +34,9 @@ def build_app() -> typer.Typer:
     @app.callback()
     def options(
         debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
-        version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
+        version: bool = typer.Option(
+            False, "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ) -> None:
         if debug:
             os.environ["AGENTX_DEBUG"] = "1"

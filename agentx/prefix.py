@@ -127,7 +127,9 @@ class PrefixTree:
         if place == len(keys) or (same == len(child.keys) and child.last < self._block):
             ours = last_tokens if place == len(keys) else self._block
             theirs = child.last if same == len(child.keys) else self._block
-            return (place - 1) * self._block + min(ours, theirs)
+            siblings = list(node.children.values()) if same == 1 and theirs < ours else []
+            chance = self._divergence(keys, place - 1, last_tokens, siblings)
+            return (place - 1) * self._block + max(min(ours, theirs), chance)
         return place * self._block + self._divergence(keys, place, last_tokens, [_edge_rest(child, same)])
 
     def insert(self, keys: BlockIds, last_tokens: int) -> None:

@@ -1,0 +1,445 @@
+"""Lanes: which turn goes when. A state machine without a clock and without a socket.
+
+A run has N independent *lanes*. A lane holds one session tree until it drains (the root stream and
+every subagent), then draws the next. The rules:
+
+* **Order.** Position p of a seeded sequence of sessions is session `permutation(p // S)[p % S]` of S:
+  every session once, in another order each time round; p // S is its `play`. Lane l of N takes the
+  positions l, l + N, l + 2N, ...: what a lane plays depends on the seed alone, never on the server.
+* **Due.** Turn k+1 is due when turn k ended plus its think time (at most the think cap). A subagent's
+  first turn is due its recorded offset after the end of the parent turn that spawns it. A parent
+  turn that waits for subagents (join) is due when the last of them has ended, if that is later.
+* **Start window.** A lane's first session starts at a fraction of its root's turns. The turn before is
+  sent as warm-up, so that the prefix is cached; the measured window opens when every warm-up call
+  has ended, and each lane's first measured turn is due from then on, spread over the ramp.
+* **Idle cap.** When no call is in flight and the next is due later than the cap, all due times move
+  forward together by the excess.
+* **Failures.** A failed call does not end its session: the next turn keeps its place. A lane whose
+  calls fail one after another waits longer each time. A context refusal ends the session tree.
+* **End.** Nothing starts after the window. Every turn of a drawn session is recorded exactly once: by
+  the driver when it was sent, else here as skipped, with the reason.
+
+A driver asks `next_due_ns`, calls `take` until it gives None, sends what it got, and reports each
+end with `ended`. Under a real clock that is a live run, under a virtual clock a simulated one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentx.errors import InputError
+from agentx.rng import generator
+from agentx.turns import ROOT, CallRow, SessionTree
+from agentx.units import NS_PER_S
+
+FAILURES = frozenset({"error", "truncated", "empty"})
+FIRST_BACKOFF_NS = NS_PER_S
+"""Wait after a lane's second failure in a row; doubled with each further one."""
+LONGEST_BACKOFF_NS = 30 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSettings:
+    """What shapes the schedule; part of what makes two runs comparable."""
+
+    lanes: int
+    duration_ns: int
+    seed: int
+    ramp_ns: int = 0
+    think_cap_ns: int | None = None
+    idle_cap_ns: int | None = None
+    start_window: tuple[float, float] | None = None
+    """Fractions of the root's turns between which a lane's first session starts; None: at its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One turn that a lane sends."""
+
+    lane: int
+    play: int
+    tree: SessionTree
+    stream: int
+    turn: int
+    phase: str
+    due_ns: int
+
+    @property
+    def session_id(self) -> str:
+        """The id of the stream this turn belongs to."""
+        return self.tree.streams[self.stream].session_id
+
+    @property
+    def input_tokens(self) -> int:
+        """Planned prompt length."""
+        return int(self.tree.streams[self.stream].input_tokens[self.turn])
+
+    @property
+    def output_tokens(self) -> int:
+        """Planned output length, as in the corpus (0 occurs)."""
+        return int(self.tree.streams[self.stream].output_tokens[self.turn])
+
+    @property
+    def model(self) -> str:
+        """The recorded model of this turn."""
+        return self.tree.streams[self.stream].models[self.turn]
+
+    def row(self, status: str, **observed: Any) -> CallRow:
+        """The run-table row of this turn with what was observed of it."""
+        observed.setdefault("phase", self.phase)
+        return planned_row(
+            self.tree, self.stream, self.turn, self.play, self.lane, status, due_ns=self.due_ns, **observed
+        )
+
+
+def planned_row(
+    tree: SessionTree,
+    stream: int,
+    turn: int,
+    play: int,
+    lane: int,
+    status: str,
+    **observed: Any,
+) -> CallRow:
+    """The run-table row of a planned turn; `observed` are further columns."""
+    source = tree.streams[stream]
+    parent = None if source.parent == ROOT else tree.streams[source.parent].session_id
+    return CallRow(
+        session_id=source.session_id,
+        turn=turn,
+        play=play,
+        lane=lane,
+        parent_session_id=parent,
+        root_session_id=tree.session_id,
+        status=status,
+        planned_input_tokens=int(source.input_tokens[turn]),
+        planned_output_tokens=int(source.output_tokens[turn]),
+        think_ns=int(source.think_ns[turn]),
+        **observed,
+    )
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where one stream of a playing tree stands."""
+
+    next_turn: int = 0
+    ended_ns: int = 0
+    """End of its latest turn."""
+    blocked: bool = False
+    """Its next turn is reached but waits for subagents."""
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One lane and the tree it plays."""
+
+    number: int
+    drawn: int = 0
+    play: int = 0
+    tree: SessionTree | None = None
+    streams: list[_Progress] = field(default_factory=list)
+    in_flight: int = 0
+    failures: int = 0
+    aborted: str = ""
+    """Why the rest of the tree is not played; empty while it is."""
+    start_turn: int = 0
+    """Root turn at which its first session starts."""
+    epoch: int = 0
+    """Counts trees, so that pending turns of an earlier tree are known as stale."""
+
+
+class Lanes:
+    """The lanes of one run over `sessions`; rows of turns that are never sent go to `record`."""
+
+    def __init__(
+        self, sessions: Sequence[SessionTree], settings: LaneSettings, record: Callable[[CallRow], None]
+    ) -> None:
+        if len(sessions) == 0:
+            raise InputError("no session to replay", "check the corpus and the context limit")
+        if settings.lanes < 1:
+            raise InputError(f"concurrency is {settings.lanes}, at least 1 is needed", "give --concurrency 1 or more")
+        self._sessions = sessions
+        self._settings = settings
+        self._record = record
+        self._order = lru_cache(maxsize=4)(self._draw_order)
+        self._pending: list[tuple[int, int, int, int, int, int]] = []
+        self._sequence = 0
+        self._shift_ns = 0
+        self._warming = 0
+        self._closed = False
+        self.in_flight = 0
+        self.window: tuple[int, int] | None = None
+        """(start, end) of the measured window; None while warm-up calls are out."""
+        self._lanes = [_Lane(number) for number in range(settings.lanes)]
+        for lane in self._lanes:
+            self._begin_first(lane)
+        if self._warming == 0:
+            self._open_window(0)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is in flight and nothing will start."""
+        return self._closed and self.in_flight == 0
+
+    @property
+    def busy(self) -> int:
+        """Lanes with at least one call in flight."""
+        return sum(lane.in_flight > 0 for lane in self._lanes)
+
+    def next_due_ns(self) -> int | None:
+        """When to call `take` next if no call ends before: a due time, or the window's end; None when closed."""
+        if self._closed:
+            return None
+        due = self._peek()
+        if self.window is None:
+            return due
+        return self.window[1] if due is None else min(due, self.window[1])
+
+    def take(self, now_ns: int, lead_ns: int = 0) -> Call | None:
+        """A call that is due by `now_ns` + `lead_ns`, now in flight; None when there is none.
+
+        A lead lets a driver prepare a call before it is due. Closes at the window's end.
+        """
+        if self._closed:
+            return None
+        if self.window is not None and now_ns >= self.window[1]:
+            self.close()
+            return None
+        due = self._peek()
+        if due is None or due > now_ns + lead_ns or (self.window is not None and due >= self.window[1]):
+            return None
+        _, _, number, _, stream, turn = heapq.heappop(self._pending)
+        lane = self._lanes[number]
+        tree = lane.tree
+        assert tree is not None
+        lane.streams[stream].next_turn = turn + 1
+        lane.in_flight += 1
+        self.in_flight += 1
+        phase = "warmup" if self.window is None else "measure"
+        return Call(number, lane.play, tree, stream, turn, phase, due)
+
+    def ended(self, call: Call, now_ns: int, status: str) -> None:
+        """The call is over at `now_ns` with a run-table status; what follows it becomes due."""
+        lane = self._lanes[call.lane]
+        lane.in_flight -= 1
+        self.in_flight -= 1
+        lane.failures = lane.failures + 1 if status in FAILURES else 0
+        if not self._closed:
+            if status == "overflow" and not lane.aborted:
+                self._abort(lane, "overflow")
+            if call.phase == "warmup":
+                self._warmup_ended(lane, now_ns)
+            else:
+                self._advance(lane, call.stream, call.turn, now_ns)
+            if self.window is not None:
+                self._apply_idle_cap(now_ns)
+
+    def close(self, reason: str = "window_end") -> None:
+        """Start nothing any more: every turn not sent is recorded as skipped for `reason`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pending.clear()
+        for lane in self._lanes:
+            if lane.tree is not None and not lane.aborted:
+                self._skip_rest(lane, reason)
+
+    # Drawing and starting sessions.
+
+    def _draw_order(self, play: int) -> npt.NDArray[np.int64]:
+        return generator(self._settings.seed, "order", play).permutation(len(self._sessions))
+
+    def _draw(self, lane: _Lane) -> None:
+        position = lane.number + lane.drawn * self._settings.lanes
+        lane.drawn += 1
+        lane.epoch += 1
+        lane.play, place = divmod(position, len(self._sessions))
+        lane.tree = self._sessions[int(self._order(lane.play)[place])]
+        lane.streams = [_Progress() for _ in lane.tree.streams]
+        lane.aborted = ""
+
+    def _begin_first(self, lane: _Lane) -> None:
+        self._draw(lane)
+        window = self._settings.start_window
+        tree = lane.tree
+        assert tree is not None
+        root = tree.streams[0]
+        if window is not None:
+            fraction = generator(self._settings.seed, "start", lane.number).uniform(*window)
+            lane.start_turn = min(int(fraction * root.n_turns), root.n_turns - 1)
+        if lane.start_turn > 0:
+            self._skip_before(lane, lane.start_turn - 1)
+            self._warming += 1
+            self._push(lane, 0, lane.start_turn - 1, self._ramp_ns(lane))
+
+    def _skip_before(self, lane: _Lane, warmup_turn: int) -> None:
+        """Pass over what lies before the start: root turns, and subagents spawned by them or by the warm-up turn."""
+        tree = lane.tree
+        assert tree is not None
+        for turn in range(warmup_turn):
+            self._skip(lane, 0, turn, "before_start")
+        lane.streams[0].next_turn = warmup_turn
+        for number, stream in enumerate(tree.streams):
+            if number == 0:
+                continue
+            parent_passed = lane.streams[stream.parent].done
+            if parent_passed or (stream.parent == 0 and stream.spawn_turn <= warmup_turn):
+                for turn in range(stream.n_turns):
+                    self._skip(lane, number, turn, "before_start")
+                lane.streams[number].next_turn = stream.n_turns
+                lane.streams[number].done = True
+
+    def _ramp_ns(self, lane: _Lane) -> int:
+        return self._settings.ramp_ns * lane.number // self._settings.lanes
+
+    def _open_window(self, now_ns: int) -> None:
+        self.window = (now_ns, now_ns + self._settings.duration_ns)
+        for lane in self._lanes:
+            tree = lane.tree
+            assert tree is not None
+            due = now_ns + self._ramp_ns(lane)
+            if lane.aborted:
+                self._draw(lane)
+            elif lane.start_turn > 0:
+                due = max(due, lane.streams[0].ended_ns + self._think_ns(lane, 0, lane.start_turn))
+                self._push(lane, 0, lane.start_turn, due)
+                continue
+            self._start(lane, 0, due)
+        self._apply_idle_cap(now_ns)
+
+    def _warmup_ended(self, lane: _Lane, now_ns: int) -> None:
+        lane.streams[0].ended_ns = now_ns
+        self._warming -= 1
+        if self._warming == 0:
+            self._open_window(now_ns)
+
+    # What follows a turn.
+
+    def _advance(self, lane: _Lane, stream: int, turn: int, now_ns: int) -> None:
+        if not lane.aborted:
+            tree = lane.tree
+            assert tree is not None
+            progress = lane.streams[stream]
+            progress.ended_ns = now_ns
+            self._spawn(lane, stream, turn, now_ns)
+            if progress.next_turn < tree.streams[stream].n_turns:
+                self._reach(lane, stream)
+            else:
+                self._stream_done(lane, stream, now_ns)
+        if lane.in_flight == 0 and (lane.aborted or all(progress.done for progress in lane.streams)):
+            self._draw(lane)
+            self._start(lane, 0, now_ns + self._backoff_ns(lane))
+
+    def _start(self, lane: _Lane, stream: int, start_ns: int) -> None:
+        """Begin a stream: the subagents that start with it, then its first turn unless it waits for them."""
+        progress = lane.streams[stream]
+        progress.ended_ns = start_ns
+        self._spawn(lane, stream, ROOT, start_ns)
+        progress.blocked = self._joins(lane, stream, 0)
+        if not progress.blocked:
+            self._push(lane, stream, 0, start_ns)
+
+    def _spawn(self, lane: _Lane, stream: int, turn: int, now_ns: int) -> None:
+        """Start the subagents that the end of this turn spawns (ROOT: that begin with the stream)."""
+        tree = lane.tree
+        assert tree is not None
+        for number, child in enumerate(tree.streams):
+            if number and child.parent == stream and child.spawn_turn == turn and not lane.streams[number].done:
+                self._start(lane, number, now_ns + self._think_ns(lane, number, 0))
+
+    def _reach(self, lane: _Lane, stream: int) -> None:
+        """Make the stream's next turn due, unless subagents that it joins are still out."""
+        progress = lane.streams[stream]
+        progress.blocked = self._joins(lane, stream, progress.next_turn)
+        if not progress.blocked:
+            think = self._think_ns(lane, stream, progress.next_turn)
+            self._push(lane, stream, progress.next_turn, progress.ended_ns + think + self._backoff_ns(lane))
+
+    def _joins(self, lane: _Lane, stream: int, turn: int) -> bool:
+        """True while a subagent that this turn waits for is not done."""
+        tree = lane.tree
+        assert tree is not None
+        return any(
+            child.parent == stream and child.join_turn == turn and not lane.streams[number].done
+            for number, child in enumerate(tree.streams)
+            if number
+        )
+
+    def _stream_done(self, lane: _Lane, stream: int, now_ns: int) -> None:
+        tree = lane.tree
+        assert tree is not None
+        lane.streams[stream].done = True
+        parent = tree.streams[stream].parent
+        if parent == ROOT:
+            return
+        progress = lane.streams[parent]
+        if progress.blocked and not self._joins(lane, parent, progress.next_turn):
+            progress.blocked = False
+            turn = progress.next_turn
+            think = self._think_ns(lane, parent, turn) if turn > 0 else 0  # a first turn's pause is in its start
+            self._push(lane, parent, turn, max(now_ns, progress.ended_ns + think))
+
+    def _abort(self, lane: _Lane, reason: str) -> None:
+        self._skip_rest(lane, reason)
+        lane.aborted = reason
+        lane.epoch += 1
+
+    def _think_ns(self, lane: _Lane, stream: int, turn: int) -> int:
+        tree = lane.tree
+        assert tree is not None
+        think = int(tree.streams[stream].think_ns[turn])
+        cap = self._settings.think_cap_ns
+        return think if cap is None else min(think, cap)
+
+    def _backoff_ns(self, lane: _Lane) -> int:
+        if lane.failures < 2:
+            return 0
+        return min(FIRST_BACKOFF_NS << min(lane.failures - 2, 10), LONGEST_BACKOFF_NS)
+
+    # Turns that are never sent.
+
+    def _skip_rest(self, lane: _Lane, reason: str) -> None:
+        tree = lane.tree
+        assert tree is not None
+        for number, (stream, progress) in enumerate(zip(tree.streams, lane.streams, strict=True)):
+            for turn in range(progress.next_turn, stream.n_turns):
+                self._skip(lane, number, turn, reason)
+
+    def _skip(self, lane: _Lane, stream: int, turn: int, reason: str) -> None:
+        tree = lane.tree
+        assert tree is not None
+        phase = "warmup" if reason == "before_start" else "measure"
+        self._record(planned_row(tree, stream, turn, lane.play, lane.number, "skipped", phase=phase, error_kind=reason))
+
+    # The heap of pending turns; due times in it are those before the idle cap's shift.
+
+    def _push(self, lane: _Lane, stream: int, turn: int, due_ns: int) -> None:
+        self._sequence += 1
+        entry = (due_ns + self._shift_ns, self._sequence, lane.number, lane.epoch, stream, turn)
+        heapq.heappush(self._pending, entry)
+
+    def _peek(self) -> int | None:
+        """Due time of the earliest pending turn that is not stale."""
+        while self._pending:
+            due, _, number, epoch, _, _ = self._pending[0]
+            if epoch == self._lanes[number].epoch:
+                return due - self._shift_ns
+            heapq.heappop(self._pending)
+        return None
+
+    def _apply_idle_cap(self, now_ns: int) -> None:
+        cap = self._settings.idle_cap_ns
+        if cap is None or self.in_flight > 0:
+            return
+        due = self._peek()
+        if due is not None and due > now_ns + cap:
+            self._shift_ns += due - now_ns - cap

@@ -1,0 +1,512 @@
+"""The transport: HTTP/1.1 over asyncio with the time stamped at each socket read.
+
+On the hot path a read is stamped, run through the C parser for its framing, and its body bytes are
+appended; nothing else. What the bytes mean is found out after the stream has ended (`agentx.sse`).
+
+Nothing here times out on its own: connect, first byte, idle and total limits are separate and only
+apply where they are set. A call is sent again by itself in one case: a reused connection that the
+server had closed while idle, before any byte of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+import ssl
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import httptools
+
+from agentx.errors import InputError
+from agentx.units import NS_PER_S
+
+LARGEST_HEAD = 256 * 1024
+"""Bytes of response headers after which an answer is refused."""
+BACKLOG_READS = 512
+"""Reads of one answer that gather before they are looked at: about a millisecond of parsing."""
+SWEEP_S = 0.25
+"""How often the limits of calls in flight are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a deployment's API lives: `prefix` is what stands before `/v1`."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+    userinfo: str = field(default="", repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """The endpoint of a base URL, given with or without scheme, `/v1` and trailing slash.
+
+        Raises InputError where it is no HTTP URL.
+        """
+        text = url.strip()
+        parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+        try:
+            port = parts.port
+        except ValueError:
+            raise InputError(f"--url {url!r} has no valid port", "write http://HOST:PORT") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"--url {url!r} is no HTTP URL", "write http://HOST:PORT or https://HOST/PATH")
+        if parts.query or parts.fragment:
+            raise InputError(f"--url {url!r} has a query or fragment", "give the base URL only")
+        prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        userinfo = parts.netloc.rpartition("@")[0]
+        return cls(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), prefix, userinfo)
+
+    @property
+    def authority(self) -> str:
+        """`host:port` as in a Host header; the default port is left out."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = 443 if self.scheme == "https" else 80
+        return host if self.port == default else f"{host}:{self.port}"
+
+    def url(self, path: str = "") -> str:
+        """The full URL of `path` under the prefix, without credentials."""
+        return f"{self.scheme}://{self.authority}{self.prefix}{path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Time limits of one call in nanoseconds; None is no limit."""
+
+    connect_ns: int | None = 30 * NS_PER_S
+    first_byte_ns: int | None = None
+    idle_ns: int | None = None
+    total_ns: int | None = None
+
+
+class Exchange:
+    """One request and everything observed of its answer; times count from the client's clock origin."""
+
+    __slots__ = (
+        "attempts",
+        "body",
+        "chunked",
+        "closed_clean",
+        "complete",
+        "connection",
+        "connection_reused",
+        "content_length",
+        "end_ns",
+        "error_kind",
+        "error_message",
+        "head",
+        "headers",
+        "headers_ns",
+        "last_read_ns",
+        "on_backlog",
+        "on_end",
+        "reads",
+        "sent_ns",
+        "started_ns",
+        "status",
+        "uploaded_ns",
+    )
+
+    def __init__(self, head: bytes, body: bytes, on_end: Callable[[Exchange], None]) -> None:
+        """`head` is the request head up to its blank line; `on_end` is called once, when all is over."""
+        self.head = head
+        self.body = body
+        self.on_end = on_end
+        self.on_backlog: Callable[[Exchange], None] | None = None
+        """Called when many reads have gathered, to take them out of `reads`."""
+        self.started_ns = 0
+        self.sent_ns: int | None = None
+        self.uploaded_ns: int | None = None
+        self.headers_ns: int | None = None
+        self.last_read_ns: int | None = None
+        self.end_ns: int | None = None
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}
+        self.reads: list[tuple[int, bytes]] = []
+        """(arrival, body bytes) of each socket read."""
+        self.chunked = False
+        self.content_length: int | None = None
+        self.complete = False
+        """The answer's framing says it is whole."""
+        self.closed_clean = False
+        """The server closed the connection in order before the answer was whole."""
+        self.error_kind: str | None = None
+        self.error_message: str | None = None
+        self.connection_reused = False
+        self.attempts = 0
+        self.connection: _Connection | None = None
+
+    def content(self) -> bytes:
+        """The body as received."""
+        return b"".join(data for _, data in self.reads)
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection; it carries one exchange at a time."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._now = client.now_ns
+        self._parser = httptools.HttpResponseParser(self)
+        self._exchange: Exchange | None = None
+        self._transport: asyncio.Transport | None = None
+        self._time = 0
+        self._head_bytes = 0
+        self._message_over = False
+        self._reusable = False
+        self.used = False
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)  # resume_writing then tells when all is handed over
+
+    def data_received(self, data: bytes) -> None:
+        self._time = self._now()
+        exchange = self._exchange
+        if exchange is None:
+            self.close()  # bytes nobody asked for
+            return
+        exchange.last_read_ns = self._time
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if not self._message_over:
+                self._fail("protocol", f"not HTTP/1.1: {error}")
+                return
+            self._reusable = False  # the answer is whole, what follows it is not
+        if exchange.headers_ns is None:
+            self._head_bytes += len(data)
+            if self._head_bytes > LARGEST_HEAD:
+                self._fail("protocol", f"over {LARGEST_HEAD} bytes of headers")
+                return
+        if self._message_over:
+            self._over()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._client.discard(self)
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        if exc is None and exchange.headers_ns is not None:
+            exchange.closed_clean = True
+            exchange.complete = not exchange.chunked and exchange.content_length is None
+            self._client.over(exchange)
+        elif exchange.connection_reused and exchange.last_read_ns is None and exchange.attempts == 1:
+            self._client.send_again(exchange)
+        elif exc is None:
+            self._client.fail(exchange, "closed", "the server closed the connection without an answer")
+        else:
+            self._client.fail(exchange, "reset", f"connection lost: {exc}")
+
+    def resume_writing(self) -> None:
+        if self._exchange is not None and self._exchange.uploaded_ns is None:
+            self._exchange.uploaded_ns = self._now()
+
+    # httptools callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None:
+            text = value.decode("latin-1")
+            key = name.decode("latin-1").lower()
+            if self._exchange.headers_ns is None:
+                self._exchange.headers[key] = text
+
+    def on_headers_complete(self) -> None:
+        exchange = self._exchange
+        status = self._parser.get_status_code()
+        if exchange is None or status < 200:
+            return
+        exchange.headers_ns = self._time
+        exchange.status = status
+        exchange.chunked = "chunked" in exchange.headers.get("transfer-encoding", "").lower()
+        length = exchange.headers.get("content-length", "")
+        exchange.content_length = int(length) if length.isascii() and length.isdigit() else None
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.headers_ns is None:
+            return
+        exchange.reads.append((self._time, body))
+        if exchange.on_backlog is not None and len(exchange.reads) >= BACKLOG_READS:
+            exchange.on_backlog(exchange)
+
+    def on_message_complete(self) -> None:
+        if self._exchange is None:
+            return
+        if self._exchange.headers_ns is None:
+            self._exchange.headers.clear()  # an interim 1xx answer
+        else:
+            self._message_over = True
+            self._reusable = self._parser.should_keep_alive()  # the parser only knows it now
+
+    # Used by the client
+
+    def send(self, exchange: Exchange) -> None:
+        """Hand a request to the socket."""
+        transport = self._transport
+        assert transport is not None
+        self._exchange = exchange
+        self._head_bytes = 0
+        self._message_over = False
+        exchange.connection = self
+        exchange.connection_reused = self.used
+        exchange.attempts += 1
+        self.used = True
+        now = self._now()
+        if exchange.sent_ns is None:
+            exchange.sent_ns = now
+        exchange.uploaded_ns = None
+        if len(exchange.body) < 65536:
+            transport.write(exchange.head + exchange.body)
+        else:
+            transport.writelines((exchange.head, exchange.body))
+        if transport.get_write_buffer_size() == 0:
+            exchange.uploaded_ns = self._now()
+
+    def close(self) -> None:
+        """Close at once; an exchange in it is forgotten."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+        self._client.discard(self)
+
+    @property
+    def usable(self) -> bool:
+        """Open and carrying nothing."""
+        return self._transport is not None and not self._transport.is_closing() and self._exchange is None
+
+    def _over(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        exchange.complete = True
+        if self._reusable and self.usable:
+            self._client.keep(self)
+        else:
+            self.close()
+        self._client.over(exchange)
+
+    def _fail(self, kind: str, message: str) -> None:
+        exchange, self._exchange = self._exchange, None
+        self.close()
+        if exchange is not None:
+            self._client.fail(exchange, kind, message)
+
+
+class HttpClient:
+    """Sends exchanges to one endpoint over as many keep-alive connections as they need at once."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        now_ns: Callable[[], int],
+        *,
+        headers: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """`headers` go with every request; `now_ns` is the run's clock."""
+        self.endpoint = endpoint
+        self.now_ns = now_ns
+        self.limits = limits or Limits()
+        self.connections_opened = 0
+        self._ssl = ssl_context or (ssl.create_default_context() if endpoint.scheme == "https" else None)
+        self._loop = asyncio.get_running_loop()
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+        self._active: dict[Exchange, None] = {}
+        self._connecting: dict[Exchange, asyncio.Task[None]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._fixed = self._fixed_headers(headers or {})
+
+    def request(self, path: str, body: bytes, on_end: Callable[[Exchange], None], method: str = "POST") -> Exchange:
+        """A request of `path` (under the endpoint's prefix), not yet sent."""
+        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
+        head = f"{method} {self.endpoint.prefix}{path} HTTP/1.1\r\n{self._fixed}{length}\r\n"
+        return Exchange(head.encode("latin-1"), body, on_end)
+
+    def send(self, exchange: Exchange) -> None:
+        """Send it, on an idle connection where there is one; its `on_end` is called once."""
+        exchange.started_ns = self.now_ns()
+        self._active[exchange] = None
+        if self._sweeper is None and self._limited():
+            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                connection.send(exchange)
+                return
+        self._connect(exchange)
+
+    def cancel(self, exchange: Exchange, kind: str = "cancelled", message: str = "") -> None:
+        """End it now by closing its connection; `on_end` is called with this error kind."""
+        if exchange in self._active:
+            self._drop_connection(exchange)
+            self.fail(exchange, kind, message)
+
+    async def fetch(self, path: str, body: bytes | None = None, limit_s: float = 30.0) -> Exchange:
+        """The finished exchange of a GET, or of a POST where there is a body."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def ended(_: Exchange) -> None:
+            if not done.done():
+                done.set_result(None)
+
+        exchange = self.request(path, body or b"", ended, "GET" if body is None else "POST")
+        self.send(exchange)
+        try:
+            await asyncio.wait_for(asyncio.shield(done), limit_s)
+        except TimeoutError:
+            self.cancel(exchange, "timeout", f"no complete answer within {limit_s:g} s")
+        except asyncio.CancelledError:
+            self.cancel(exchange)
+            raise
+        return exchange
+
+    def close(self) -> None:
+        """Close every connection; what is in flight ends as cancelled."""
+        for exchange in list(self._active):
+            self.cancel(exchange)
+        for connection in list(self._open):
+            connection.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+
+    # Used by the connections
+
+    def keep(self, connection: _Connection) -> None:
+        """Take back a connection whose exchange is whole."""
+        self._idle.append(connection)
+
+    def discard(self, connection: _Connection) -> None:
+        """Forget a closed connection."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def send_again(self, exchange: Exchange) -> None:
+        """Send once more on a fresh connection: the server had closed the reused one."""
+        self._connect(exchange)
+
+    def over(self, exchange: Exchange) -> None:
+        """The answer ended, whole or cut."""
+        exchange.end_ns = exchange.last_read_ns if exchange.complete and not exchange.closed_clean else self.now_ns()
+        self._end(exchange)
+
+    def fail(self, exchange: Exchange, kind: str, message: str) -> None:
+        """The exchange ended without a usable answer."""
+        exchange.error_kind = kind
+        exchange.error_message = message
+        exchange.end_ns = self.now_ns()
+        self._end(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        self._active.pop(exchange, None)
+        exchange.connection = None
+        exchange.on_end(exchange)
+
+    def _drop_connection(self, exchange: Exchange) -> None:
+        task = self._connecting.pop(exchange, None)
+        if task is not None:
+            task.cancel()
+        if exchange.connection is not None:
+            exchange.connection.close()
+
+    # Connecting
+
+    def _connect(self, exchange: Exchange) -> None:
+        self._connecting[exchange] = self._loop.create_task(self._connect_and_send(exchange))
+
+    async def _connect_and_send(self, exchange: Exchange) -> None:
+        endpoint = self.endpoint
+        limit = self.limits.connect_ns
+        try:
+            async with asyncio.timeout(None if limit is None else limit / NS_PER_S):
+                _, connection = await self._loop.create_connection(
+                    lambda: _Connection(self),
+                    endpoint.host,
+                    endpoint.port,
+                    ssl=self._ssl,
+                    server_hostname=endpoint.host if self._ssl else None,
+                )
+        except (OSError, ssl.SSLError) as error:
+            self._connecting.pop(exchange, None)
+            self.fail(exchange, *_connect_failure(error, endpoint))
+            return
+        self._connecting.pop(exchange, None)
+        self.connections_opened += 1
+        self._open.add(connection)
+        if connection.usable:
+            connection.send(exchange)
+        else:
+            self.fail(exchange, "closed", "the server closed the connection as soon as it was open")
+
+    # Limits
+
+    def _limited(self) -> bool:
+        limits = self.limits
+        return any(limit is not None for limit in (limits.first_byte_ns, limits.idle_ns, limits.total_ns))
+
+    def _sweep(self) -> None:
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if self._active else None
+        now = self.now_ns()
+        for exchange in list(self._active):
+            broken = _broken_limit(exchange, self.limits, now)
+            if broken is not None:
+                self.cancel(exchange, *broken)
+
+    def _fixed_headers(self, headers: Mapping[str, str]) -> str:
+        fixed: dict[str, tuple[str, str]] = {
+            "host": ("Host", self.endpoint.authority),
+            "accept": ("Accept", "text/event-stream, application/json"),
+            "accept-encoding": ("Accept-Encoding", "identity"),
+            "user-agent": ("User-Agent", "agentx"),
+        }
+        if self.endpoint.userinfo:
+            credentials = urllib.parse.unquote(self.endpoint.userinfo).encode()
+            fixed["authorization"] = ("Authorization", "Basic " + base64.b64encode(credentials).decode())
+        for name, value in headers.items():
+            if any(c in name + value for c in "\r\n") or not name:
+                raise InputError(f"header {name!r} holds a line break or no name", "write --header 'Name: value'")
+            fixed[name.lower()] = (name, value)
+        return "".join(f"{name}: {value}\r\n" for name, value in fixed.values())
+
+
+def _broken_limit(exchange: Exchange, limits: Limits, now: int) -> tuple[str, str] | None:
+    """(error kind, message) of the first limit that an exchange in flight has passed."""
+    since = exchange.sent_ns if exchange.sent_ns is not None else exchange.started_ns
+    checks = [("total_timeout", limits.total_ns, since)]
+    if exchange.last_read_ns is None:
+        checks.append(("first_byte_timeout", limits.first_byte_ns, since))
+    checks.append(("idle_timeout", limits.idle_ns, exchange.last_read_ns or since))
+    for kind, limit, start in checks:
+        if limit is not None and now - start >= limit:
+            return kind, f"{kind.replace('_', ' ')}: limit {limit / NS_PER_S:g} s"
+    return None
+
+
+def _connect_failure(error: BaseException, endpoint: Endpoint) -> tuple[str, str]:
+    """(error kind, message) of a connection that could not be opened."""
+    where = endpoint.url()
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "tls_verify", f"the certificate of {where} is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return "tls", f"no TLS with {where}: {error.reason or error}"
+    if isinstance(error, TimeoutError):
+        return "connect_timeout", f"no connection to {where} in time"
+    if isinstance(error, socket.gaierror):
+        return "dns", f"the host name of {where} is not known: {error.strerror}"
+    if isinstance(error, ConnectionRefusedError):
+        return "refused", f"{where} refuses connections"
+    return "connect", f"no connection to {where}: {error}"

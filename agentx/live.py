@@ -1,0 +1,255 @@
+"""The live driver: lanes under the real clock against an HTTP deployment.
+
+One event loop, no task per call. `_pump` takes what is due from the lanes a little ahead of time
+(`LEAD_NS`), so that building a prompt is over when the call is due; it sends what is due now and sets
+one timer for what comes next. Timers of the loop are a millisecond coarse, so the last stretch before
+a due time is passed by yielding to the loop, which keeps reading sockets meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentx.answers import Answer, observe
+from agentx.http import Exchange, HttpClient
+from agentx.lanes import Call, Lanes
+from agentx.prefix import CeilingTracker, PlayBlocks
+from agentx.redact import Redactor
+from agentx.turns import BlockIds, CallRow
+from agentx.units import NS_PER_MS, NS_PER_S
+
+LEAD_NS = 25 * NS_PER_MS
+"""How long before its due time a call is taken and its prompt built."""
+COARSE_NS = int(1.5 * NS_PER_MS)
+"""Below this distance a timer would overshoot: the loop's timers have millisecond steps."""
+TICK_S = 0.25
+"""Period of the progress display."""
+
+
+class Prompts(Protocol):
+    """Request bodies for prompts given as content keys."""
+
+    path: str
+    """Path of the API the bodies are for, such as `/v1/chat/completions`."""
+
+    def body(self, call: Call, keys: BlockIds, last_tokens: int) -> bytes:
+        """The body of this call's request; its prompt is the blocks `keys`, the last of `last_tokens`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSettings:
+    """How a live run treats its end."""
+
+    grace_ns: int
+    """How long calls in flight at the window's end may still run before they are cut."""
+    drain: bool = False
+    """Wait for all of them instead, however long they take."""
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A call on its way: prepared, then in flight."""
+
+    call: Call
+    exchange: Exchange
+    answer: Answer
+    keys: BlockIds
+    last_tokens: int
+    salt: int
+    ceiling: int | None = None
+
+
+class LiveDriver:
+    """Replays `lanes` through `client`; every call that ends becomes a row given to `record`."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        client: HttpClient,
+        prompts: Prompts,
+        blocks_of: Callable[[Call], PlayBlocks],
+        ceilings: CeilingTracker,
+        record: Callable[[CallRow], None],
+        settings: LiveSettings,
+        *,
+        redact: Redactor,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`blocks_of` gives the blocks of a call's play; it is asked once per play of a lane."""
+        self._lanes = lanes
+        self._client = client
+        self._prompts = prompts
+        self._blocks_of = blocks_of
+        self._ceilings = ceilings
+        self._record = record
+        self._settings = settings
+        self._redact = redact
+        self._tick = tick
+        self._now = client.now_ns
+        self._endpoint = client.endpoint.url()
+        self._loop = asyncio.get_running_loop()
+        self._plays: dict[int, PlayBlocks] = {}
+        self._ready: list[tuple[int, int, _Sending]] = []
+        self._flying: dict[Exchange, _Sending] = {}
+        self._taken = 0
+        self._wake: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._over = self._loop.create_future()
+        self._cut_at_ns: int | None = None
+        self.ended_because = "window"
+        """Why the run ended: `window` or `interrupted`."""
+
+    async def run(self) -> None:
+        """Replay until nothing is in flight and nothing will start."""
+        ticking = self._loop.create_task(self._ticking())
+        try:
+            self._pump()
+            await self._over
+        finally:
+            ticking.cancel()
+            if self._wake is not None:
+                self._wake.cancel()
+            self._client.close()
+
+    def interrupt(self) -> None:
+        """First call: start nothing more and wait for what is in flight. Second call: cut that too."""
+        if self.ended_because == "interrupted":
+            self._cut("interrupted")
+        else:
+            self.ended_because = "interrupted"
+            self._lanes.close("interrupted")
+            self._drop_ready("interrupted")
+        self._pump_soon()
+
+    def in_flight_rows(self) -> list[CallRow]:
+        """A row per call in flight, as it would stand if the run were killed now."""
+        rows = []
+        for sending in list(self._flying.values()):
+            exchange = sending.exchange
+            rows.append(
+                sending.call.row(
+                    "cancelled",
+                    error_kind="killed",
+                    sent_ns=exchange.sent_ns,
+                    uploaded_ns=exchange.uploaded_ns,
+                    headers_ns=exchange.headers_ns,
+                    ceiling_cached_tokens=sending.ceiling,
+                    endpoint=self._endpoint,
+                    attempts=exchange.attempts,
+                )
+            )
+        return rows
+
+    # The pump
+
+    def _pump(self) -> None:
+        self._wake = None
+        if self._over.done():
+            return
+        now = self._now()
+        while call := self._lanes.take(now, LEAD_NS):
+            self._prepare(call)
+            now = self._now()
+        while self._ready and self._ready[0][0] <= now:
+            self._send(heapq.heappop(self._ready)[2])
+            now = self._now()
+        self._cut_if_late(now)
+        if self._lanes.finished:
+            self._over.set_result(None)
+            return
+        wake = self._next_ns()
+        if wake is not None:
+            self._sleep_until(wake, now)
+
+    def _next_ns(self) -> int | None:
+        """When the pump is needed next if no call ends before."""
+        times = [self._ready[0][0]] if self._ready else []
+        due = self._lanes.next_due_ns()
+        if due is not None:
+            window = self._lanes.window
+            times.append(due if window is not None and due >= window[1] else due - LEAD_NS)
+        if self._cut_at_ns is not None and self._flying:
+            times.append(self._cut_at_ns)
+        return min(times, default=None)
+
+    def _sleep_until(self, wake_ns: int, now_ns: int) -> None:
+        wait = wake_ns - now_ns
+        if wait > COARSE_NS:
+            self._wake = self._loop.call_later((wait - COARSE_NS) / NS_PER_S, self._pump)
+        else:
+            self._wake = self._loop.call_soon(self._pump)
+
+    def _pump_soon(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = self._loop.call_soon(self._pump)
+
+    def _cut_if_late(self, now_ns: int) -> None:
+        """Cut what is in flight when the grace after the window is over."""
+        window = self._lanes.window
+        if window is None or self._settings.drain or self.ended_because != "window" or now_ns < window[1]:
+            return
+        self._drop_ready("window_end")
+        self._cut_at_ns = window[1] + self._settings.grace_ns
+        if now_ns >= self._cut_at_ns:
+            self._cut("window_end")
+
+    def _cut(self, reason: str) -> None:
+        for exchange in list(self._flying):
+            self._client.cancel(exchange, "cancelled", reason)
+
+    def _drop_ready(self, reason: str) -> None:
+        """Calls that were prepared but are not sent any more."""
+        ready, self._ready = self._ready, []
+        for _, _, sending in sorted(ready, key=lambda entry: entry[:2]):
+            self._record(sending.call.row("skipped", error_kind=reason))
+            self._lanes.ended(sending.call, self._now(), "skipped")
+
+    # One call
+
+    def _prepare(self, call: Call) -> None:
+        blocks = self._play(call)
+        keys, last_tokens = blocks.turn(call.stream, call.turn)
+        body = self._prompts.body(call, keys, last_tokens)
+        exchange = self._client.request(self._prompts.path, body, self._ended)
+        sending = _Sending(call, exchange, Answer(), keys, last_tokens, blocks.salt)
+        exchange.on_backlog = sending.answer.take
+        self._taken += 1
+        heapq.heappush(self._ready, (call.due_ns, self._taken, sending))
+
+    def _play(self, call: Call) -> PlayBlocks:
+        blocks = self._plays.get(call.lane)
+        if blocks is None or blocks.play != call.play or blocks.tree is not call.tree:
+            if blocks is not None and blocks.private:
+                self._ceilings.forget(blocks.salt)
+            blocks = self._plays[call.lane] = self._blocks_of(call)
+        return blocks
+
+    def _send(self, sending: _Sending) -> None:
+        sending.ceiling = self._ceilings.observe(sending.salt, sending.keys, sending.last_tokens)
+        self._flying[sending.exchange] = sending
+        self._client.send(sending.exchange)
+
+    def _ended(self, exchange: Exchange) -> None:
+        sending = self._flying.pop(exchange)
+        call = sending.call
+        observed = observe(exchange, sending.answer)
+        if observed["error_message"] is not None:
+            observed["error_message"] = self._redact(observed["error_message"])
+        window = self._lanes.window
+        late = window is not None and exchange.end_ns is not None and exchange.end_ns > window[1]
+        phase = "drain" if call.phase == "measure" and late else call.phase
+        row = call.row(**observed, phase=phase, ceiling_cached_tokens=sending.ceiling, endpoint=self._endpoint)
+        self._record(row)
+        assert exchange.end_ns is not None
+        self._lanes.ended(call, exchange.end_ns, row.status)
+        self._pump_soon()
+
+    async def _ticking(self) -> None:
+        while True:
+            self._tick()
+            await asyncio.sleep(TICK_S)

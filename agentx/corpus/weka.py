@@ -342,9 +342,9 @@ class _Reader:
             notes.append(f"times inside subagents {meaning[basis]} (basis {basis})")
         zero = int(np.count_nonzero(ints["output_tokens"] == 0))
         if zero:
-            notes.append(f"{zero} requests have a recorded output of 0 tokens; a server is asked for 1")
+            notes.append(f"requests with a recorded output of 0 tokens: {zero} (a server is asked for 1)")
         if self._no_think:
-            notes.append(f"{self._no_think} requests have no think_time; it is taken from the recorded times")
+            notes.append(f"requests without think_time: {self._no_think} (taken from the recorded times)")
         if self._unknown:
             notes.append(f"fields without meaning here: {', '.join(sorted(self._unknown))}")
         return notes

@@ -60,6 +60,8 @@ Weight = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 Triple = Annotated[tuple[Positive, Positive, Positive], AfterValidator(_rising)]
 Range = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
 RatioRange = Annotated[tuple[Ratio, Ratio], AfterValidator(_ordered)]
+RatioBand = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
+"""Multipliers of a target between which a measured value is in band."""
 
 
 class Turns(Strict):

@@ -1,0 +1,219 @@
+"""The run folder: rows on disk within seconds of happening, whatever becomes of the process.
+
+While a run lasts, a background thread appends the rows that have gathered to `calls.arrow` (an Arrow
+IPC stream) about once a second, and rewrites `in_flight.arrow`, a row for each call on its way. At the
+end both become `calls.parquet`. A run whose process was killed is read from the journal: a torn last
+batch is dropped, and the calls that were on their way stand as `cancelled`, error kind `killed`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from agentx import store
+from agentx.errors import InputError
+from agentx.turns import CALLS_SCHEMA, CallRow, calls_batch
+
+SCHEMA_VERSION = 1
+FLUSH_S = 1.0
+"""Period of the journal; a kill loses at most the rows of this time and of one write."""
+
+MANIFEST = "run.json"
+CALLS = "calls.parquet"
+JOURNAL = "calls.arrow"
+IN_FLIGHT = "in_flight.arrow"
+
+ORDER = ["root_session_id", "play", "lane", "session_id", "turn"]
+"""Sort keys of `calls.parquet`: a session's turns stand together, in an order that no timing changes."""
+_KEY = ["lane", "play", "session_id", "turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as it is on disk."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    calls: pl.DataFrame
+    """In CALLS_SCHEMA, sorted by ORDER."""
+    complete: bool
+    """False where it was read from the journal of a run that never finished."""
+
+
+class RunWriter:
+    """Writes one run folder; `add` is cheap and never waits for the disk."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        *,
+        in_flight: Callable[[], Sequence[CallRow]] = tuple,
+        overwrite: bool = False,
+    ) -> None:
+        """Raises InputError where the folder holds something else, or a run and `overwrite` is not set."""
+        self.folder = folder
+        self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **manifest, "ended": None}
+        self.in_flight = in_flight
+        _prepare(folder, overwrite)
+        self._rows: list[CallRow] = []
+        self._fault: Exception | None = None
+        self._stop = threading.Event()
+        self._manifest_changed = False
+        store.atomic_write_json(folder / MANIFEST, self.manifest)
+        try:
+            self._file = (folder / JOURNAL).open("wb", buffering=0)
+            self._stream = pa.ipc.new_stream(self._file, CALLS_SCHEMA)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be written: {error.strerror}", "check the folder") from error
+        self._thread = threading.Thread(target=self._journal, name="journal", daemon=True)
+        self._thread.start()
+
+    def add(self, row: CallRow) -> None:
+        """Keep a row; it never fails: look at `fault` now and then."""
+        self._rows.append(row)
+
+    @property
+    def fault(self) -> Exception | None:
+        """Why the journal cannot be written any more; None while it can. `finish` raises it as InputError."""
+        return self._fault
+
+    def update(self, **facts: Any) -> None:
+        """Merge facts into `run.json`; it is written with the next flush."""
+        self.manifest.update(facts)
+        self._manifest_changed = True
+
+    def finish(self, ended: Mapping[str, Any]) -> Run:
+        """The finished run: `calls.parquet` written, the journal removed."""
+        self._stop.set()
+        self._thread.join()
+        if self._fault is None:
+            self._flush()
+        self.abandon()
+        if self._fault is not None:
+            raise self._broken()
+        self.manifest["ended"] = dict(ended)
+        table = _sorted(_read_journal(self.folder / JOURNAL))
+        store.atomic_write_table(self.folder / CALLS, table, row_group_size=65536)
+        store.atomic_write_json(self.folder / MANIFEST, self.manifest)
+        (self.folder / JOURNAL).unlink()
+        (self.folder / IN_FLIGHT).unlink(missing_ok=True)
+        return Run(self.folder, self.manifest, _frame(table), complete=True)
+
+    def abandon(self) -> None:
+        """Stop writing and leave the journal as it is: the run can be read like one that was killed."""
+        self._stop.set()
+        self._thread.join()
+        self._file.close()
+
+    def _broken(self) -> InputError:
+        return InputError(
+            f"{self.folder}: the run can no longer be written: {self._fault}",
+            "free some space; what was written until then can be read with agentx report",
+        )
+
+    def _journal(self) -> None:
+        while not self._stop.wait(FLUSH_S):
+            self._flush()
+            if self._fault is not None:
+                return
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        try:
+            if rows:
+                self._stream.write_batch(calls_batch(rows))
+                os.fsync(self._file.fileno())
+            store.atomic_write_table(self.folder / IN_FLIGHT, pa.Table.from_batches([calls_batch(self.in_flight())]))
+            if self._manifest_changed:
+                self._manifest_changed = False
+                store.atomic_write_json(self.folder / MANIFEST, self.manifest)
+        except (OSError, pa.ArrowException, InputError) as error:
+            self._fault = error
+
+
+def _prepare(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / MANIFEST).is_file():
+            raise InputError(f"{folder}: already there and no run of agentx", "choose another folder with -o")
+        if not overwrite:
+            raise InputError(f"{folder}: already holds a run", "choose another folder with -o, or give --overwrite")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}", "check the folder above it") from error
+
+
+def load_run(folder: Path) -> Run:
+    """The run in a folder, finished or not; raises InputError where there is none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        what = "no run of agentx in it" if folder.is_dir() else "no such folder"
+        raise InputError(f"{folder}: {what}", "give the folder that agentx replay wrote (-o)")
+    manifest = store.read_json(path)
+    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if version != SCHEMA_VERSION:
+        raise InputError(f"{path}: schema version {version!r}, this agentx reads {SCHEMA_VERSION}", "update agentx")
+    if (folder / CALLS).is_file():
+        return Run(folder, manifest, _read_calls(folder / CALLS), complete=True)
+    table = _salvage(folder)
+    if manifest.get("ended") is None:
+        manifest["ended"] = {"reason": "killed"}
+    return Run(folder, manifest, _frame(_sorted(table)), complete=False)
+
+
+def _read_calls(path: Path) -> pl.DataFrame:
+    try:
+        frame = pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise InputError(f"{path}: cannot be read: {error}", "the file is damaged: use a copy") from error
+    missing = [name for name in CALLS_SCHEMA.names if name not in frame.columns]
+    if missing:
+        raise InputError(f"{path}: lacks the columns {', '.join(missing)}", "was it written by another program?")
+    return frame
+
+
+def _salvage(folder: Path) -> pa.Table:
+    """What the journal of an unfinished run holds, and the calls that were on their way."""
+    journal = _read_journal(folder / JOURNAL)
+    snapshot = folder / IN_FLIGHT
+    if not snapshot.is_file():
+        return journal
+    with pa.memory_map(str(snapshot)) as file:
+        flying = _frame(pa.ipc.open_file(file).read_all())
+    new = flying.join(_frame(journal), on=_KEY, how="anti")
+    return pa.concat_tables([journal, new.to_arrow().cast(CALLS_SCHEMA)])
+
+
+def _read_journal(path: Path) -> pa.Table:
+    """Every whole batch of an Arrow IPC stream; a torn end is dropped."""
+    batches = []
+    if path.is_file():
+        with pa.OSFile(str(path)) as file:
+            try:
+                reader = pa.ipc.open_stream(file)
+                while True:
+                    batches.append(reader.read_next_batch())
+            except (StopIteration, pa.ArrowException, OSError):
+                pass
+    return pa.Table.from_batches(batches, schema=CALLS_SCHEMA)
+
+
+def _sorted(table: pa.Table) -> pa.Table:
+    return table.sort_by([(name, "ascending") for name in ORDER]).combine_chunks()
+
+
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame

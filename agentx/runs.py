@@ -203,7 +203,9 @@ def _read_journal(path: Path) -> pa.Table:
             try:
                 reader = pa.ipc.open_stream(file)
                 while True:
-                    batches.append(reader.read_next_batch())
+                    batch = reader.read_next_batch()
+                    batch.validate(full=True)
+                    batches.append(batch)
             except (StopIteration, pa.ArrowException, OSError):
                 pass
     return pa.Table.from_batches(batches, schema=CALLS_SCHEMA)

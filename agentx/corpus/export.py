@@ -1,8 +1,8 @@
 """Writing a corpus as weka_trace files, byte for byte as the reference does.
 
 A prompt repeats most of the prompt before it, so the text of its ids begins with a part of the text
-before: that part is copied, not made again. Files are written and hashed by one thread while the next
-sessions are made.
+before: that part is copied, not made again. The ids themselves are hashed by several processes where
+there are many, and files are written and hashed by one thread while the next sessions are made.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from agentx import store
+from agentx import hashing, store
 from agentx.corpus.parquet import is_parquet_corpus
-from agentx.corpus.sessions import Corpus
+from agentx.corpus.sessions import Corpus, Sessions
 from agentx.errors import InputError
-from agentx.turns import BlockIds, SessionTree, Stream
+from agentx.turns import BlockIds, SessionTree
 from agentx.units import NS_PER_S
 
 MARKER = ".agentx"
@@ -67,9 +68,9 @@ def write_weka(corpus: Corpus, folder: Path) -> Export:
     times = tuple(corpus.sessions.turns.ints(name) for name in ("t_ns", "api_ns"))
     rows = corpus.sessions.turns.session_rows
     with ThreadPoolExecutor(1) as writer:
-        for index, tree in enumerate(corpus.sessions):
+        for index, (tree, new_ids) in enumerate(_trees_with_ids(corpus.sessions)):
             t_ns, api_ns = (column[rows[tree.index] : rows[tree.index + 1]] for column in times)
-            parts = _session_text(tree, t_ns, api_ns, corpus)
+            parts = _session_text(tree, new_ids, t_ns, api_ns, corpus)
             waiting.append(writer.submit(_write, folder / f"session_{index:05d}.json", parts, digest))
             if len(waiting) > _WAITING:
                 size += waiting.popleft().result()
@@ -100,16 +101,30 @@ def _refuse_subagents(corpus: Corpus) -> None:
 
 
 def _write(file: Path, parts: list[bytes], digest: Any) -> int:
-    data = b"".join(parts)
     with file.open("wb") as stream:
-        stream.write(data)
+        stream.writelines(parts)
         stream.flush()
         os.fsync(stream.fileno())
-    digest.update(data)
-    return len(data)
+    for part in parts:
+        digest.update(part)
+    return sum(map(len, parts))
 
 
-def _session_text(tree: SessionTree, t_ns: Any, api_ns: Any, corpus: Corpus) -> list[bytes]:
+def _trees_with_ids(sessions: Sessions) -> Iterator[tuple[SessionTree, Sequence[BlockIds]]]:
+    """Every session with the new ids of its turns."""
+    rule = sessions.turns.rule
+    if rule is None:
+        for tree in sessions:
+            yield tree, tree.streams[0].new_ids
+        return
+    new_blocks, rows = sessions.turns.ints("new_blocks"), sessions.turns.session_rows
+    counts = [(index, new_blocks[rows[index] : rows[index + 1]].tolist()) for index in sessions.indexes]
+    yield from zip(sessions, hashing.new_ids(rule["seed"], counts), strict=True)
+
+
+def _session_text(
+    tree: SessionTree, new_ids: Sequence[BlockIds], t_ns: Any, api_ns: Any, corpus: Corpus
+) -> list[bytes]:
     """The pieces of the session's JSON, in the reference's key order and the default style of json.dumps."""
     stream = tree.streams[0]
     head = {
@@ -119,7 +134,7 @@ def _session_text(tree: SessionTree, t_ns: Any, api_ns: Any, corpus: Corpus) -> 
         "hash_id_scope": corpus.hash_id_scope,
     }
     parts = [json.dumps(head)[:-1].encode(), b', "requests": [']
-    for turn, ids in enumerate(_id_texts(stream)):
+    for turn, ids in enumerate(_id_texts(stream.keep_blocks, new_ids)):
         request = {"t": t_ns[turn] / NS_PER_S, "type": "n", "model": stream.models[turn]}
         lengths = {"in": stream.input_tokens[turn], "out": stream.output_tokens[turn]}
         rest = {"api_time": api_ns[turn] / NS_PER_S, "think_time": stream.think_ns[turn] / NS_PER_S, "stop": "stop"}
@@ -129,11 +144,11 @@ def _session_text(tree: SessionTree, t_ns: Any, api_ns: Any, corpus: Corpus) -> 
     return parts
 
 
-def _id_texts(stream: Stream) -> Any:
+def _id_texts(keep_blocks: Sequence[int], new_ids: Sequence[BlockIds]) -> Iterator[bytes]:
     """The text of each turn's ids, without brackets."""
     text = b""
     ends: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    for keep, new in zip(stream.keep_blocks, stream.new_ids, strict=True):
+    for keep, new in zip(keep_blocks, new_ids, strict=True):
         kept = text[: ends[keep - 1]] if keep else b""
         made = orjson.dumps(new, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].replace(b",", b", ")
         text = b", ".join(part for part in (kept, made) if part)

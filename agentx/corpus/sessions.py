@@ -209,6 +209,11 @@ class Sessions(Sequence[SessionTree]):
         self.turns = turns
         self._chosen = range(len(turns.session_streams) - 1) if chosen is None else chosen
 
+    @property
+    def indexes(self) -> Sequence[int]:
+        """The place of each session in the corpus."""
+        return self._chosen
+
     def __len__(self) -> int:
         return len(self._chosen)
 

@@ -17,9 +17,9 @@ from typing import Protocol
 from agentx.answers import Answer, observe
 from agentx.http import Exchange, HttpClient
 from agentx.lanes import Call, Lanes
-from agentx.prefix import CeilingTracker, PlayBlocks
+from agentx.prefix import CeilingTracker, LanePlays, PlayBlocks
 from agentx.redact import Redactor
-from agentx.turns import BlockIds, CallRow
+from agentx.turns import BlockIds, CallRow, SessionTree
 from agentx.units import NS_PER_MS, NS_PER_S
 
 LEAD_NS = 25 * NS_PER_MS
@@ -72,7 +72,7 @@ class LiveDriver:
         lanes: Lanes,
         client: HttpClient,
         prompts: Prompts,
-        blocks_of: Callable[[Call], PlayBlocks],
+        blocks_of: Callable[[SessionTree, int], PlayBlocks],
         ceilings: CeilingTracker,
         record: Callable[[CallRow], None],
         settings: LiveSettings,
@@ -80,12 +80,12 @@ class LiveDriver:
         redact: Redactor,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`blocks_of` gives the blocks of a call's play; it is asked once per play of a lane."""
+        """`blocks_of` gives the blocks of a session tree's play; it is asked once per play of a lane."""
         self._lanes = lanes
         self._client = client
         self._prompts = prompts
-        self._blocks_of = blocks_of
         self._ceilings = ceilings
+        self._plays = LanePlays(blocks_of, ceilings)
         self._record = record
         self._settings = settings
         self._redact = redact
@@ -93,7 +93,6 @@ class LiveDriver:
         self._now = client.now_ns
         self._endpoint = client.endpoint.url()
         self._loop = asyncio.get_running_loop()
-        self._plays: dict[int, PlayBlocks] = {}
         self._ready: list[tuple[int, int, _Sending]] = []
         self._flying: dict[Exchange, _Sending] = {}
         self._taken = 0
@@ -212,7 +211,7 @@ class LiveDriver:
     # One call
 
     def _prepare(self, call: Call) -> None:
-        blocks = self._play(call)
+        blocks = self._plays.of(call.lane, call.tree, call.play)
         keys, last_tokens = blocks.turn(call.stream, call.turn)
         body = self._prompts.body(call, keys, last_tokens)
         exchange = self._client.request(self._prompts.path, body, self._ended)
@@ -220,14 +219,6 @@ class LiveDriver:
         exchange.on_backlog = sending.answer.take
         self._taken += 1
         heapq.heappush(self._ready, (call.due_ns, self._taken, sending))
-
-    def _play(self, call: Call) -> PlayBlocks:
-        blocks = self._plays.get(call.lane)
-        if blocks is None or blocks.play != call.play or blocks.tree is not call.tree:
-            if blocks is not None and blocks.private:
-                self._ceilings.forget(blocks.salt)
-            blocks = self._plays[call.lane] = self._blocks_of(call)
-        return blocks
 
     def _send(self, sending: _Sending) -> None:
         sending.ceiling = self._ceilings.observe(sending.salt, sending.keys, sending.last_tokens)

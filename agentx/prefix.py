@@ -221,3 +221,22 @@ class CeilingTracker:
         best = max((self._common(key, other, min(tokens, n)) for other, n in self._first_blocks.items()), default=0)
         self._first_blocks[key] = max(tokens, self._first_blocks.get(key, 0))
         return best
+
+
+class LanePlays:
+    """The blocks each lane is playing; what a finished play sent is forgotten where none can share it."""
+
+    def __init__(self, make: Callable[[SessionTree, int], PlayBlocks], ceilings: CeilingTracker) -> None:
+        """`make` gives the blocks of a session tree's play."""
+        self._make = make
+        self._ceilings = ceilings
+        self._current: dict[int, PlayBlocks] = {}
+
+    def of(self, lane: int, tree: SessionTree, play: int) -> PlayBlocks:
+        """The blocks of the play that the lane is on."""
+        blocks = self._current.get(lane)
+        if blocks is None or blocks.play != play or blocks.tree is not tree:
+            if blocks is not None and blocks.private:
+                self._ceilings.forget(blocks.salt)
+            blocks = self._current[lane] = self._make(tree, play)
+        return blocks

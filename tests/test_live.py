@@ -68,9 +68,7 @@ def replay(
                 lanes,
                 client,
                 PlainPrompts(),
-                lambda call: PlayBlocks(
-                    call.tree, call.play, block_size=BLOCK, scope="local", nonce="n", cache_bust=True
-                ),
+                lambda tree, play: PlayBlocks(tree, play, block_size=BLOCK, scope="local", nonce="n", cache_bust=True),
                 CeilingTracker(BLOCK, BLOCK),
                 rows.append,
                 live,

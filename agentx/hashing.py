@@ -1,9 +1,9 @@
 """Block ids of generated sessions, hashed by several processes.
 
 Hashing is nearly all the work of writing a generated corpus out, and one Python process hashes on one
-core. The workers are plain processes of this module that read their share as JSON and answer with
-digests in an agreed order: which process hashes what changes nothing in the result. They are not
-`multiprocessing`, so that a script which calls agentx needs no `if __name__ == "__main__"`.
+core. The workers run `digests.py` alone: they read their share as JSON and answer with digests in an
+agreed order, so which process hashes what changes nothing in the result. They are not
+`multiprocessing`, so a script that calls agentx needs no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentx import reference
+from agentx import digests, reference
 from agentx.errors import AgentxError
 
 if TYPE_CHECKING:
     from agentx.turns import BlockIds
 
 WORTH_IT = 300_000
-"""Blocks below which starting processes (a tenth of a second) costs more than it saves."""
+"""Blocks below which one process is as fast: a tenth of a second of hashing."""
 MOST_WORKERS = 4
-"""Bounds the memory: each is a Python with numpy, some 35 MB."""
+"""Bounds the processes on large machines: beyond, rendering the text is the limit."""
 _AHEAD = 2
 """Sessions read ahead of each worker."""
 
@@ -43,7 +44,7 @@ def new_ids(seed: int, counts: Counts, workers: int | None = None) -> Iterator[l
     """
     if workers is None:
         workers = min(_cores(), MOST_WORKERS) if sum(sum(turns) for _, turns in counts) >= WORTH_IT else 1
-    if workers < 2 or not sys.executable:
+    if workers < 2 or not sys.executable or not Path(digests.__file__).is_file():
         for session, turns in counts:
             yield [reference.new_block_ids(seed, session, turn, count) for turn, count in enumerate(turns)]
         return
@@ -55,7 +56,7 @@ def new_ids(seed: int, counts: Counts, workers: int | None = None) -> Iterator[l
         waiting: deque[Future[bytes]] = deque()
         for place in range(len(counts) + ahead):
             if place < len(counts):
-                size = 8 * sum(counts[place][1])
+                size = digests.DIGEST_BYTES * sum(counts[place][1])
                 waiting.append(readers[place % workers].submit(_read, processes[place % workers], size))
             if ahead <= place:
                 yield _split(waiting.popleft().result(), counts[place - ahead][1])
@@ -67,7 +68,7 @@ def _cores() -> int:
 
 
 def _start(stack: ExitStack, seed: int, counts: Counts) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "agentx.hashing"]
+    command = [sys.executable, "-I", "-S", digests.__file__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     stack.callback(_stop, process)
     assert process.stdin is not None
@@ -91,19 +92,7 @@ def _read(process: subprocess.Popen[bytes], size: int) -> bytes:
     return data
 
 
-def _split(digests: bytes, turns: Sequence[int]) -> list[BlockIds]:
-    view = memoryview(digests)
-    ends = accumulate((8 * count for count in turns), initial=0)
+def _split(answer: bytes, turns: Sequence[int]) -> list[BlockIds]:
+    view = memoryview(answer)
+    ends = accumulate((digests.DIGEST_BYTES * count for count in turns), initial=0)
     return [reference.digests_to_ids(view[start:end]) for start, end in pairwise(ends)]
-
-
-def work(stdin: BinaryIO, stdout: BinaryIO) -> None:
-    """Answer one request for digests: a worker's whole life."""
-    request = json.load(stdin)
-    for session, turns in request["counts"]:
-        for turn, count in enumerate(turns):
-            stdout.write(reference.new_block_digests(request["seed"], session, turn, count))
-
-
-if __name__ == "__main__":
-    work(sys.stdin.buffer, sys.stdout.buffer)

@@ -17,13 +17,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from agentx.turns import BlockIds  # not at run time: the hashing processes need no tables
+from agentx.digests import new_block_digests
+from agentx.turns import BlockIds
 
 VERSION = 1
 """Counts changes of what the same parameters give; part of what makes a stored corpus reusable."""
@@ -109,20 +107,6 @@ def session_id(id_prefix: str, seed: int, index: int) -> str:
     return hashlib.blake2b(f"{id_prefix}-{seed}-{index:05d}".encode(), digest_size=18).hexdigest()
 
 
-def new_block_digests(seed: int, session: int, turn: int, count: int) -> bytes:
-    """The 8-byte BLAKE2b digests of the places of a turn's new blocks number 0 to `count` - 1, joined.
-
-    Each hash continues a copy of the common beginning, which costs half of hashing each anew.
-    """
-    start = hashlib.blake2b(f"{seed}:{session}:{turn}:".encode(), digest_size=8).copy
-    digests = []
-    for numeral in _numerals(1 << max(count - 1, 1).bit_length())[:count]:
-        state = start()
-        state.update(numeral)
-        digests.append(state.digest())
-    return b"".join(digests)
-
-
 def digests_to_ids(digests: bytes | memoryview) -> BlockIds:
     """The block ids of joined digests: big-endian integers with the top bit cleared."""
     return np.frombuffer(digests, dtype=">u8").astype(np.uint64) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
@@ -131,8 +115,3 @@ def digests_to_ids(digests: bytes | memoryview) -> BlockIds:
 def new_block_ids(seed: int, session: int, turn: int, count: int) -> BlockIds:
     """The ids of a turn's new blocks number 0 to `count` - 1."""
     return digests_to_ids(new_block_digests(seed, session, turn, count))
-
-
-@lru_cache(maxsize=32)
-def _numerals(count: int) -> tuple[bytes, ...]:
-    return tuple(b"%d" % number for number in range(count))

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "agentx"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "clock", "rng", "resources", "redact"),
     ("yaml12", "turns", "store"),
-    ("profile", "deployment", "corpus", "reference", "prefix"),
+    ("profile", "deployment", "corpus", "reference", "hashing", "digests", "prefix"),
     ("generate", "axes"),
     ("gate",),
     ("tokens",),

@@ -5,7 +5,8 @@ Axes and bands are data (`gates/*.yaml`). A verdict is "in" where low <= measure
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,18 @@ from pydantic import AfterValidator, Field
 
 from agentx.axes import METRICS, Axes, measure, percentile
 from agentx.corpus import Corpus
-from agentx.errors import InputError
-from agentx.profile import AnyProfile, Profile, RatioBand, RecordedProfile
+from agentx.corpus.parquet import CHANGED
+from agentx.errors import FaultsError, InputError
+from agentx.profile import AnyProfile, Number, Ordered, Profile, RecordedProfile, is_path
 from agentx.resources import data_folder
 from agentx.units import format_percent
 from agentx.yaml12 import Strict, nearest_hint, parse_model, read_yaml
 
 QUANTILES = {"P50": 0.50, "P90": 0.90, "P99": 0.99}
+
+Multiplier = Annotated[Number, Field(ge=0)]
+Band = Annotated[tuple[Multiplier, Multiplier], Ordered]
+"""Multipliers of a target; a measured value between the two, ends included, is in band."""
 
 
 def _known_metric(name: str) -> str:
@@ -41,16 +47,16 @@ class AxisGroup(Strict):
     metric: Annotated[str, AfterValidator(_known_metric)]
     percentiles: Annotated[list[Annotated[str, AfterValidator(_known_quantile)]], Field(min_length=1)]
     unit: str
-    band: RatioBand
+    band: Band
 
 
 class GateFile(Strict):
-    """A gate as written: axes of its own, or another gate's with some bands changed."""
+    """A gate as written: another gate's axes where it extends one, its own, and bands changed by axis name."""
 
     name: str
     extends: str | None = None
     axes: tuple[AxisGroup, ...] = ()
-    bands: Annotated[dict[str, RatioBand], Field(default_factory=dict)]
+    bands: Annotated[dict[str, Band], Field(default_factory=dict)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,8 @@ class GateResult:
     profile: str
     verdicts: tuple[AxisVerdict, ...]
     axes: Axes
+    changed: bool
+    """The content is not what its own manifest says: it fails, whatever its axes read."""
 
     @property
     def n_within(self) -> int:
@@ -105,13 +113,13 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Every axis is in band."""
-        return self.n_within == len(self.verdicts)
+        """Every axis is in band, and the content is what its manifest says."""
+        return self.n_within == len(self.verdicts) and not self.changed
 
     @property
     def headline(self) -> str:
         """The verdict in one line."""
-        return f"{self.n_within}/{len(self.verdicts)} axes within band"
+        return f"{self.n_within}/{len(self.verdicts)} axes within band" + (f", but {CHANGED}" if self.changed else "")
 
     def hidden(self) -> list[str]:
         """One sentence each on what the axes do not show."""
@@ -137,6 +145,7 @@ class GateResult:
             "passed": self.passed,
             "within": self.n_within,
             "of": len(self.verdicts),
+            "changed": self.changed,
             "axes": [
                 {
                     "axis": verdict.axis.name,
@@ -159,29 +168,47 @@ class GateResult:
 
 def load_axes(gate: str) -> tuple[Axis, ...]:
     """The axes of a shipped gate's name or of a gate file; raises InputError or FaultsError."""
-    path = _find(gate)
+    return tuple(_axes(_find(gate, Path()), ()).values())
+
+
+def _axes(path: Path, chain: tuple[Path, ...]) -> Mapping[str, Axis]:
+    """Axis name to axis: those of the gate it extends, its own, then its bands."""
+    real = path.resolve()
+    if real in chain:
+        names = " -> ".join(step.stem for step in (*chain, real))
+        raise InputError(f"{path}: gates extend each other in a circle: {names}", "let one of them stand on its own")
     own = parse_model(GateFile, read_yaml(path), str(path))
-    groups = own.axes
-    if own.extends is not None:
-        base_path = _find(own.extends)
-        groups = parse_model(GateFile, read_yaml(base_path), str(base_path)).axes
-    names = [f"{group.name} {mark}" for group in groups for mark in group.percentiles]
-    for name in own.bands:
-        if name not in names:
-            raise InputError(f"{path}: bands: no axis {name!r}", nearest_hint(name, names, "axis"))
-    return tuple(
-        Axis(name := f"{group.name} {mark}", group.metric, QUANTILES[mark], group.unit, own.bands.get(name, group.band))
-        for group in groups
-        for mark in group.percentiles
-    )
+    axes = {} if own.extends is None else dict(_axes(_find(own.extends, path.parent), (*chain, real)))
+    faults: list[tuple[str, str]] = []
+    written: set[str] = set()
+    for group in own.axes:
+        for mark in group.percentiles:
+            name = f"{group.name} {mark}"
+            if name in written:
+                faults.append((f"axes: {name!r} is given twice", "keep one"))
+            written.add(name)
+            axes[name] = Axis(name, group.metric, QUANTILES[mark], group.unit, group.band)
+    faults += [(f"bands: no axis {name!r}", nearest_hint(name, axes, "axis")) for name in own.bands if name not in axes]
+    if not axes:
+        faults.append(("no axes", "write axes, or extend a gate: extends: default"))
+    if faults:
+        raise FaultsError(str(path), faults)
+    axes.update((name, replace(axes[name], band=band)) for name, band in own.bands.items())
+    return axes
 
 
-def _find(gate: str) -> Path:
-    path = Path(gate) if "/" in gate or gate.endswith((".yaml", ".yml")) else data_folder("gates") / f"{gate}.yaml"
-    if not path.is_file():
-        shipped = [entry.stem for entry in data_folder("gates").glob("*.yaml")]
-        raise InputError(f"gate {gate!r} is not known", nearest_hint(gate, shipped, "gate"))
-    return path
+def _find(gate: str, folder: Path) -> Path:
+    """The file of a shipped gate's name, or of a path relative to `folder`."""
+    if is_path(gate):
+        path = folder / gate
+        if not path.is_file():
+            raise InputError(f"gate {gate}: no such file", "check the path")
+        return path
+    shipped = data_folder("gates") / f"{gate}.yaml"
+    if not shipped.is_file():
+        names = [entry.stem for entry in data_folder("gates").glob("*.yaml")]
+        raise InputError(f"gate {gate!r} is not known", nearest_hint(gate, names, "gate"))
+    return shipped
 
 
 def target_of(profile: Profile, metric: str, quantile: float) -> float:
@@ -198,24 +225,27 @@ def target_of(profile: Profile, metric: str, quantile: float) -> float:
 
 
 def run_gate(corpus: Corpus, profile: AnyProfile) -> GateResult:
-    """The corpus against the profile; raises InputError where the profile promises nothing."""
+    """The corpus against the profile; raises InputError where one of them has nothing to compare."""
     if isinstance(profile, RecordedProfile):
         raise InputError(
             f"profile {profile.name!r} is a recorded corpus and promises no distribution",
             "name a generated profile with --profile",
         )
+    if corpus.n_turns == 0:
+        raise InputError(f"{corpus.source}: no turns, nothing can be held to a profile", "give a corpus with sessions")
     axes = measure(corpus)
     verdicts = []
     for axis in load_axes(profile.gate):
         samples = axes.samples[axis.metric]
         target = target_of(profile, axis.metric, axis.quantile)
         verdicts.append(AxisVerdict(axis, len(samples), percentile(samples, axis.quantile), target))
-    return GateResult(corpus.name, profile.name, tuple(verdicts), axes)
+    return GateResult(corpus.name, profile.name, tuple(verdicts), axes, changed=CHANGED in corpus.notes)
 
 
 def profile_of(corpus: Corpus) -> AnyProfile:
     """The profile that a generated corpus carries in its manifest; raises InputError where there is none."""
-    resolved = corpus.manifest.get("profile", {}).get("resolved")
+    carried = corpus.manifest.get("profile")
+    resolved = carried.get("resolved") if isinstance(carried, dict) else None
     if not isinstance(resolved, dict):
         raise InputError(f"{corpus.source}: carries no profile to be held to", "name one with --profile")
     return parse_model(Profile, resolved, f"{corpus.source}: profile in the manifest")

@@ -8,21 +8,31 @@ Percentile triples are (P50, P90, P99); lengths are tokens, delays seconds.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from agentx.errors import InputError
 from agentx.resources import data_folder
-from agentx.yaml12 import Strict, nearest_hint, parse_model, read_yaml
+from agentx.yaml12 import Strict, kind_of, nearest_hint, parse_model, read_yaml
 
 LONGEST_CHAIN = 16
 """Presets that may stand on each other."""
+MOST_TOKENS = 10**8
+"""Tokens of a prompt or an answer: a hundred times the longest context served, and within 32 bits."""
+MOST_SECONDS = 7 * 24 * 3600
+"""A pause or a window: a week. With MOST_TURNS a session's time stays within 64-bit nanoseconds."""
+MOST_TURNS = 10_000
 
-_NOT_CORPUS = ("name", "description", "concurrency", "duration_s", "start_window", "gate", "cache_target")
-"""Keys that do not change a generated corpus: how it is replayed and what it is held to."""
+_NOT_CORPUS: dict[str, Any] = {
+    **dict.fromkeys(("name", "description", "concurrency", "duration_s", "start_window", "gate", "cache_target"), True),
+    "turns": {"target"},
+}
+"""Keys that do not change the corpus: how it is replayed and what it is held to."""
 
 
 def _integral(value: object) -> object:
@@ -32,13 +42,13 @@ def _integral(value: object) -> object:
 
 def _number(value: object) -> object:
     if isinstance(value, bool | str):
-        raise ValueError(f"a number is needed, it is {value!r}")
+        raise ValueError(f"a number is needed, it is {kind_of(value)}")
     return value
 
 
 def _rising(triple: tuple[float, float, float]) -> tuple[float, float, float]:
     if not triple[0] <= triple[1] <= triple[2]:
-        raise ValueError(f"P50, P90, P99 must rise, they are {_numbers(triple)}\nhint: give them as [P50, P90, P99]")
+        raise ValueError(f"P50, P90, P99 must rise, they are {_listed(triple)}\nhint: give them as [P50, P90, P99]")
     return triple
 
 
@@ -48,40 +58,67 @@ def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
     return pair
 
 
-def _numbers(values: tuple[float, ...]) -> str:
-    return "[" + ", ".join(f"{value:g}" for value in values) + "]"
+def _file_name(name: str) -> str:
+    """A name that can be a folder's: corpora are written under it."""
+    if not name.isprintable() or name.strip(" .") != name or not 0 < len(name) <= 100 or set(name) & set("/\\:"):
+        raise ValueError("cannot be a folder's name\nhint: use letters, digits, - and _")
+    return name
 
 
-Count = Annotated[int, BeforeValidator(_integral), BeforeValidator(_number), Field(ge=1, le=10**9)]
-Seed = Annotated[int, BeforeValidator(_integral), BeforeValidator(_number), Field(ge=0, le=2**63 - 1)]
-Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
-Ratio = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
-Weight = Annotated[float, BeforeValidator(_number), Field(ge=0)]
-Triple = Annotated[tuple[Positive, Positive, Positive], AfterValidator(_rising)]
-Range = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
-RatioRange = Annotated[tuple[Ratio, Ratio], AfterValidator(_ordered)]
-RatioBand = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
-"""Multipliers of a target between which a measured value is in band."""
+def _listed(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value:.10g}" for value in values) + "]"
+
+
+def _numbers(value: object) -> list[float] | None:
+    """The value where it is a list of finite numbers, else None."""
+    if not isinstance(value, list | tuple):
+        return None
+    fine = all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in value)
+    return list(value) if fine else None
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_integral), BeforeValidator(_number)]
+
+Count = Annotated[Whole, Field(ge=1, le=10**9)]
+Seed = Annotated[Whole, Field(ge=0, le=2**63 - 1)]
+Turn = Annotated[Whole, Field(ge=1, le=MOST_TURNS)]
+Tokens = Annotated[Number, Field(ge=1, le=MOST_TOKENS)]
+Seconds = Annotated[Number, Field(gt=0, le=MOST_SECONDS)]
+Pause = Annotated[Number, Field(ge=0, le=MOST_SECONDS)]
+Ratio = Annotated[Number, Field(ge=0, le=1)]
+Weight = Annotated[Number, Field(ge=0)]
+Rising = AfterValidator(_rising)
+Ordered = AfterValidator(_ordered)
+TokenTriple = Annotated[tuple[Tokens, Tokens, Tokens], Rising]
+SecondTriple = Annotated[tuple[Seconds, Seconds, Seconds], Rising]
+TokenRange = Annotated[tuple[Tokens, Tokens], Ordered]
+PauseRange = Annotated[tuple[Pause, Pause], Ordered]
+RatioRange = Annotated[tuple[Ratio, Ratio], Ordered]
 
 
 class Turns(Strict):
     """The mixture of turn counts, and the percentiles they are held to."""
 
-    values: Annotated[list[Count], Field(min_length=1)]
-    weights: Annotated[list[Weight], Field(min_length=1)]
-    target: Triple | None = None
+    values: Annotated[tuple[Turn, ...], Field(min_length=1)]
+    weights: Annotated[tuple[Weight, ...], Field(min_length=1)]
+    target: Annotated[tuple[Turn, Turn, Turn], Rising] | None = None
     """P50, P90, P99 of turns per session; None: those of the mixture."""
 
-    @model_validator(mode="after")
-    def _match(self) -> Self:
-        if len(self.values) != len(self.weights):
-            raise ValueError(
-                f"turns.weights has {len(self.weights)} numbers, turns.values has {len(self.values)}"
+    @classmethod
+    def faults_between(cls, data: dict[str, Any]) -> list[str]:
+        """One weight per value, and some weight at all."""
+        values, weights = data.get("values"), data.get("weights")
+        faults = []
+        if isinstance(values, list | tuple) and isinstance(weights, list | tuple) and len(values) != len(weights):
+            faults.append(
+                f"turns.weights has {len(weights)} numbers, turns.values has {len(values)}"
                 "\nhint: give one weight per value"
             )
-        if sum(self.weights) <= 0:
-            raise ValueError("turns.weights are all 0\nhint: give at least one value a weight")
-        return self
+        numbers = _numbers(weights)
+        if numbers and not 0 < sum(numbers) < math.inf:
+            faults.append(f"turns.weights: the sum is {kind_of(sum(numbers))}\nhint: give at least one value a weight")
+        return faults
 
     def percentile(self, q: float) -> int:
         """The smallest value whose cumulative weight reaches q of the whole."""
@@ -96,9 +133,9 @@ class Turns(Strict):
 class Clamps(Strict):
     """Bounds every drawn value is kept within: input and output in tokens, delay in seconds."""
 
-    isl: Range
-    osl: Range
-    delay: Range
+    isl: TokenRange
+    osl: TokenRange
+    delay: PauseRange
 
 
 class RecordedFilter(Strict):
@@ -122,36 +159,46 @@ class Recorded(Strict):
     filter: RecordedFilter = RecordedFilter()
 
 
+def _known_source(value: object) -> object:
+    if value != "generated":
+        raise ValueError(f"generated or recorded is needed, it is {kind_of(value)}")
+    return value
+
+
 class _Common(Strict):
     """What every profile has."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_file_name)]
     description: str = ""
     seed: Seed = 42
-    concurrency: tuple[Count, ...] = (16,)
+    concurrency: Annotated[tuple[Count, ...], Field(min_length=1)] = (16,)
     """Lanes it is meant to be replayed with; the first is the default."""
-    duration_s: Positive = 900.0
+    duration_s: Seconds = 900.0
     start_window: RatioRange | None = None
     """Part of its turns after which a lane's first session starts."""
 
     def digest(self) -> str:
-        """SHA-256 over every key that determines the corpus, hexadecimal; a turns target is among them."""
-        chosen = self.model_dump(mode="json", exclude=set(_NOT_CORPUS))
+        """SHA-256 in hexadecimal over every key that determines the corpus, whatever it is called.
+
+        Left out is what is only read when the corpus is gated or replayed: targets, the gate, lanes,
+        window and start. Defaults count as if they were written, and `1e5` is the number 100000.
+        """
+        chosen = self.model_dump(mode="json", exclude=_NOT_CORPUS)
         return hashlib.sha256(orjson.dumps(chosen, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 class Profile(_Common):
     """A profile that a corpus is generated from."""
 
-    source: Literal["generated"] = "generated"
+    source: Annotated[Literal["generated"], BeforeValidator(_known_source)] = "generated"
     sampler: Literal["reference"] = "reference"
     sessions: Count
-    block_size: Count = 64
+    block_size: Annotated[Whole, Field(ge=1, le=MOST_TOKENS)] = 64
     id_prefix: str
     model_tag: str
-    isl: Triple
-    osl: Triple
-    delay: Triple
+    isl: TokenTriple
+    osl: TokenTriple
+    delay: SecondTriple
     turns: Turns
     cache_hit: RatioRange
     cache_target: Ratio | None = None
@@ -160,17 +207,22 @@ class Profile(_Common):
     gate: str = "default"
     """The bands it is held to: a shipped gate, or a file beside the profile."""
 
-    @model_validator(mode="after")
-    def _percentiles_fit_clamps(self) -> Self:
+    @classmethod
+    def faults_between(cls, data: dict[str, Any]) -> list[str]:
+        """Percentiles lie within their clamps: a clamp that cuts one makes another distribution."""
+        clamps = data.get("clamps")
         faults = []
         for name in ("isl", "osl", "delay"):
-            low, high = getattr(self.clamps, name)
-            p50, _, _ = getattr(self, name)
-            if not low <= p50 <= high:
-                faults.append(f"{name}: its P50 {p50:g} is outside clamps.{name} {_numbers((low, high))}")
-        if faults:
-            raise ValueError("; ".join(faults) + "\nhint: a clamp that cuts the median makes another distribution")
-        return self
+            triple = _numbers(data.get(name)) or []
+            pair = _numbers(clamps.get(name)) if isinstance(clamps, dict) else None
+            if pair is None or len(pair) != 2 or pair[0] > pair[1]:
+                continue
+            faults += [
+                f"{name}: its {mark} {value:.10g} is outside clamps.{name} {_listed(pair)}\nhint: widen the clamp"
+                for mark, value in zip(("P50", "P90", "P99"), triple, strict=False)
+                if not pair[0] <= value <= pair[1]
+            ]
+        return faults
 
 
 class RecordedProfile(_Common):
@@ -196,20 +248,18 @@ def load_profile(name_or_path: str | Path) -> AnyProfile:
         return parse_model(RecordedProfile, data, str(path))
     data.setdefault("id_prefix", name)
     data.setdefault("model_tag", name)
-    if isinstance(gate := data.get("gate"), str) and _is_path(gate):
-        data["gate"] = str(path.parent / gate)
     return parse_model(Profile, data, str(path))
 
 
 def profile_names() -> list[str]:
     """The shipped profiles' names."""
-    return sorted(path.stem for path in data_folder("profiles").glob("*.yaml") if path.stem.count(".") == 0)
+    return sorted(path.stem for path in data_folder("profiles").glob("*.yaml") if "." not in path.stem)
 
 
 def find_profile(name: str, folder: Path) -> Path:
     """The file of a shipped profile's name, or of a path relative to `folder`; raises InputError for neither."""
-    if _is_path(name):
-        path = folder / Path(name).expanduser()
+    if is_path(name):
+        path = folder / name
         if not path.is_file():
             raise InputError(f"profile {name}: no such file in {path.parent}", "check the path")
         return path
@@ -219,7 +269,8 @@ def find_profile(name: str, folder: Path) -> Path:
     return shipped
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """True for a file's path, False for a shipped name."""
     return "/" in name or name.endswith((".yaml", ".yml"))
 
 
@@ -230,6 +281,8 @@ def _resolved(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         names = " -> ".join(step.stem for step in (*chain, real))
         raise InputError(f"{path}: presets go in a circle: {names}", "let one of them stand on its own")
     data = read_yaml(path)
+    if isinstance(gate := data.get("gate"), str) and is_path(gate):  # beside the file that names it, from any folder
+        data["gate"] = str(real.parent / gate)
     preset = data.pop("preset", None)
     if preset is None:
         return data

@@ -139,7 +139,7 @@ def test_gates_are_data(tmp_path: Path) -> None:
     mine.write_text("name: mine\nextends: default\nbands:\n  Turn P50: [0.1, 9]\n")
     with pytest.raises(InputError) as caught:
         load_axes(str(mine))
-    assert caught.value.hint == "did you mean 'Turns P50'?"
+    assert caught.value.lines()[-1] == "hint: did you mean 'Turns P50'?"
     mine.write_text("name: mine\naxes:\n  - {name: A, metric: inputs, percentiles: [P49], unit: x, band: [2, 1]}\n")
     with pytest.raises(AgentxError) as told:
         load_axes(str(mine))

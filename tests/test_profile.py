@@ -89,9 +89,9 @@ def test_whole_numbers_written_as_floats_are_whole_numbers(tmp_path: Path) -> No
 
 
 def test_a_key_given_twice_names_both_lines(tmp_path: Path, shared: Path) -> None:
-    with pytest.raises(InputError, match=r"'sessions' is given twice, in line 2 and line 4"):
+    with pytest.raises(InputError, match=r"sessions is given twice, in line 2 and line 4"):
         parse_yaml((shared / "cases/inputs/Y03.yaml").read_text(), "Y03")
-    with pytest.raises(InputError, match="'isl' is given twice, in line 3 and line 4"):
+    with pytest.raises(InputError, match=r"clamps\.isl is given twice, in line 3 and line 4"):
         parse_yaml("a: 1\nclamps:\n  isl: [1, 2]\n  isl: [1, 3]\n", "t")
 
 
@@ -111,9 +111,9 @@ def test_files_that_unfold_without_end_are_refused() -> None:
 
 
 def test_code_in_a_profile_is_refused() -> None:
-    with pytest.raises(InputError, match="unknown tag"):
+    with pytest.raises(InputError, match=r"tag !.* is not read"):
         parse_yaml("a: !!python/object/apply:os.system ['true']\n", "t")
-    with pytest.raises(InputError, match="unknown tag"):
+    with pytest.raises(InputError, match=r"tag !.* is not read"):
         parse_yaml("a: !env HOME\n", "t")
 
 

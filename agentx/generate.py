@@ -186,16 +186,18 @@ def as_corpus(table: pa.Table, manifest: dict[str, Any]) -> Corpus:
 def _reusable(profile: Profile, out: Path, form: str) -> tuple[Corpus | None, str]:
     """(the corpus in `out` where it is this profile's and whole, else None; why it is not used)."""
     manifest_path = out / (MANIFEST if form == "parquet" else MARKER)
-    if not is_corpus_folder(out):
+    if not out.is_dir() or not is_corpus_folder(out):
         return None, ""
     if not manifest_path.is_file():
         return None, "it was in another format"
-    manifest = store.read_json(manifest_path)
-    if manifest.get("profile") != _profile_facts(profile):
-        return None, "the profile is not the one it was made from"
-    if manifest.get("sampler") != {"name": profile.sampler, "version": reference.VERSION}:
-        return None, "the sampler has changed"
     try:
+        manifest = store.read_json(manifest_path)
+        if not isinstance(manifest, dict):
+            return None, "its manifest is damaged"
+        if manifest.get("profile") != _profile_facts(profile):
+            return None, "the profile is not the one it was made from"
+        if manifest.get("sampler") != {"name": profile.sampler, "version": reference.VERSION}:
+            return None, "the sampler has changed"
         if form == "weka" and joined_sha256(out) != manifest.get("files_sha256"):
             return None, "its files are damaged or changed"
         corpus = load_corpus(out)

@@ -128,7 +128,7 @@ def _refuse_foreign(path: Path, is_ours: Callable[[Path], bool]) -> None:
         return
     if path.is_dir() and not path.is_symlink() and (not any(path.iterdir()) or is_ours(path)):
         return
-    raise InputError(f"{path}: already exists and was not made by agentx", "choose another folder, or move it away")
+    raise InputError(f"{path}: exists and holds what was not made by agentx", "choose another folder, or move it away")
 
 
 @contextmanager

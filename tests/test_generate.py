@@ -212,6 +212,24 @@ def test_damaged_corpus_is_made_again_and_told(tmp_path: Path, damage: Any) -> N
     assert load_corpus(tmp_path / "c").digest == digest
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}"])
+def test_damaged_manifest_is_made_again(tmp_path: Path, content: bytes) -> None:
+    generate_corpus(profile("small", sessions=5), tmp_path / "c")
+    (tmp_path / "c" / MANIFEST).write_bytes(content)
+    made = generate_corpus(profile("small", sessions=5), tmp_path / "c")
+    assert not made.reused
+    assert made.reason
+
+
+@pytest.mark.parametrize("form", ["parquet", "weka"])
+def test_a_corpus_folder_with_files_of_yours_is_not_replaced(tmp_path: Path, form: str) -> None:
+    generate_corpus(profile("small", sessions=5), tmp_path / "c", form=form)
+    (tmp_path / "c" / "notes.txt").write_bytes(b"mine")
+    with pytest.raises(InputError, match="not made by agentx"):
+        generate_corpus(profile("small", sessions=6), tmp_path / "c", form=form)
+    assert (tmp_path / "c" / "notes.txt").read_bytes() == b"mine"
+
+
 def test_damaged_weka_file_is_made_again(tmp_path: Path) -> None:
     generate_corpus(profile("small", sessions=5), tmp_path / "c", form="weka")
     flip_a_byte(tmp_path / "c" / "session_00003.json")
@@ -283,7 +301,7 @@ def test_command_hands_nothing_out_when_an_axis_is_off(tmp_path: Path, capsys: p
 def test_command_never_touches_a_folder_of_yours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_bytes(b"mine")
     assert cli.run(["generate", "--profile", "small", "-o", str(tmp_path)]) == 2
-    assert "was not made by agentx" in capsys.readouterr().err
+    assert "not made by agentx" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 

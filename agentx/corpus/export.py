@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import orjson
 
 from agentx import hashing, store
-from agentx.corpus.parquet import is_parquet_corpus
+from agentx.corpus.parquet import MANIFEST, TABLE, is_parquet_corpus
 from agentx.corpus.sessions import Corpus, Sessions
 from agentx.errors import InputError
 from agentx.turns import BlockIds, SessionTree
@@ -31,6 +32,7 @@ from agentx.units import NS_PER_S
 MARKER = ".agentx"
 """File in an exported folder that says agentx made it; without a suffix, so that no reader takes it for a session."""
 
+_SESSION_FILE = re.compile(r"session_[0-9]{5,}\.json")
 _WAITING = 4
 """Sessions made but not yet written: bounds the memory."""
 _POWERS_OF_TEN = 10 ** np.arange(1, 20, dtype=np.uint64)
@@ -82,8 +84,11 @@ def write_weka(corpus: Corpus, folder: Path) -> Export:
 
 
 def is_corpus_folder(folder: Path) -> bool:
-    """True where agentx wrote the corpus in this folder, in either form."""
-    return (folder / MARKER).is_file() or is_parquet_corpus(folder)
+    """True where agentx wrote this folder, in either form, and nobody added to it: it may be replaced."""
+    names = {entry.name for entry in folder.iterdir()}
+    if MARKER in names:
+        return all(name == MARKER or _SESSION_FILE.fullmatch(name) for name in names)
+    return names == {TABLE, MANIFEST} or (names == {MANIFEST} and is_parquet_corpus(folder))
 
 
 def joined_sha256(folder: Path) -> str:

@@ -191,6 +191,11 @@ class Lanes:
         return self._closed and self.in_flight == 0
 
     @property
+    def size(self) -> int:
+        """Number of lanes."""
+        return len(self._lanes)
+
+    @property
     def busy(self) -> int:
         """Lanes with at least one call in flight."""
         return sum(lane.in_flight > 0 for lane in self._lanes)

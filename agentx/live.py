@@ -124,6 +124,16 @@ class LiveDriver:
             self._drop_ready("interrupted")
         self._pump_soon()
 
+    def stop(self, reason: str) -> None:
+        """End now for `reason`: start nothing more and cut what is in flight."""
+        if self._lanes.finished:
+            return
+        self.ended_because = reason
+        self._lanes.close("stopped")
+        self._drop_ready("stopped")
+        self._cut("stopped")
+        self._pump_soon()
+
     def in_flight_rows(self) -> list[CallRow]:
         """A row per call in flight, as it would stand if the run were killed now."""
         rows = []

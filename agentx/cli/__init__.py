@@ -14,6 +14,7 @@ import typer
 
 from agentx.errors import AgentxError
 
+EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -67,6 +68,10 @@ def run(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         sys.stderr.write("\n".join(error.lines()) + "\n")
         return error.exit_code
+    except typer.TyperException as error:
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        sys.stderr.write(f"error: {message}\nhint: see --help\n")
+        return int(getattr(error, "exit_code", EXIT_INPUT))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED

@@ -1,0 +1,1 @@
+"""Engines: real ones to replay against where there is no hardware."""

@@ -1,0 +1,354 @@
+"""A whole replay: corpus and settings in, a run folder out; simulated or live.
+
+The same lanes run under both drivers. Everything that shapes the schedule is in `ReplayOptions`,
+everything about a live deployment in `agentx.target`; both go into the run's manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentx import __version__
+from agentx.corpus import Corpus, fits
+from agentx.deployment import Deployment
+from agentx.errors import InputError
+from agentx.lanes import Lanes, LaneSettings, planned_row
+from agentx.live import LiveDriver, LiveSettings
+from agentx.prefix import CeilingTracker, PlayBlocks
+from agentx.redact import Redactor
+from agentx.runs import Run, RunWriter
+from agentx.sim.driver import SimDriver
+from agentx.sim.model import SimModel
+from agentx.target import LiveTarget, connect
+from agentx.turns import CallRow, SessionTree
+from agentx.units import NS_PER_S
+
+RAMP_SHARE = 0.05
+LONGEST_RAMP_NS = 5 * NS_PER_S
+SHARED_NONCE = "shared"
+"""What stands for the run's own nonce where plays and runs are to share a cache."""
+SIM_TICK_STEPS = 64
+"""Steps of a simulation between two looks of the observer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What shapes the schedule and the prompts' sharing; the same options and corpus are the same plan."""
+
+    concurrency: int
+    duration_ns: int
+    seed: int
+    grace_ns: int = 30 * NS_PER_S
+    drain: bool = False
+    ramp_ns: int | None = None
+    """None: 5 % of the duration, at most 5 s."""
+    think_cap_ns: int | None = None
+    idle_cap_ns: int | None = None
+    start_window: tuple[float, float] | None = None
+    cache_bust: bool = True
+    max_context: int | None = None
+    strict_context: bool = False
+    cache_block: int | None = None
+    """The engine's cache unit in tokens where it does not tell it."""
+
+    def lane_settings(self) -> LaneSettings:
+        """The part that the lanes need."""
+        ramp = self.ramp_ns
+        if ramp is None:
+            ramp = min(int(self.duration_ns * RAMP_SHARE), LONGEST_RAMP_NS)
+        return LaneSettings(
+            self.concurrency,
+            self.duration_ns,
+            self.seed,
+            ramp,
+            self.think_cap_ns,
+            self.idle_cap_ns,
+            self.start_window,
+        )
+
+
+class Observer(Protocol):
+    """Who watches a run: the live display, or nobody."""
+
+    def observe(self, row: CallRow) -> None:
+        """A turn has become a row."""
+        ...
+
+    def tick(self, now_ns: int, lanes: Lanes) -> None:
+        """Time has passed."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something to tell the user now."""
+        ...
+
+
+class Nobody:
+    """An observer that does not look."""
+
+    def observe(self, row: CallRow) -> None:
+        """Nothing."""
+
+    def tick(self, now_ns: int, lanes: Lanes) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+def context_gate(
+    corpus: Corpus, options: ReplayOptions, window: int | None, observer: Observer
+) -> tuple[Sequence[SessionTree], list[CallRow]]:
+    """(sessions that fit the window, rows of the turns of those that do not).
+
+    Raises InputError where nothing fits, or where something does not and the options are strict.
+    """
+    if window is None:
+        return corpus.sessions, []
+    kept, dropped = fits(corpus, window)
+    if not dropped:
+        return corpus.sessions, []
+    worst_id, worst = max(dropped, key=lambda entry: entry[1])
+    text = f"{len(dropped)} of {len(corpus.sessions)} sessions need more than the context window of {window} tokens"
+    if options.strict_context or not kept:
+        raise InputError(
+            f"{text} (session {worst_id}: {worst} tokens)", "serve a longer window, or leave out --strict-context"
+        )
+    observer.note(f"{text} and are dropped")
+    gone = sorted(set(range(len(corpus.sessions))) - set(kept))
+    return corpus.sessions.select(kept), [row for index in gone for row in _dropped_rows(corpus.sessions[index])]
+
+
+def _dropped_rows(tree: SessionTree) -> Iterator[CallRow]:
+    for number, stream in enumerate(tree.streams):
+        for turn in range(stream.n_turns):
+            yield planned_row(tree, number, turn, 0, -1, "skipped", phase="measure", error_kind="context_gate")
+
+
+def manifest_of(
+    corpus: Corpus, options: ReplayOptions, deployment: dict[str, Any], command: list[str], nonce: str
+) -> dict[str, Any]:
+    """The facts of `run.json` that are known before the first call."""
+    settings = asdict(options) | {"ramp_ns": options.lane_settings().ramp_ns, "nonce": nonce}
+    return {
+        "agentx_version": __version__,
+        "command": command,
+        "seed": options.seed,
+        "corpus": {
+            "digest": corpus.digest,
+            "name": corpus.name,
+            "source": corpus.source,
+            "sessions": len(corpus.sessions),
+            "turns": corpus.n_turns,
+            "block_size": corpus.block_size,
+            "scope": corpus.hash_id_scope,
+        },
+        "profile": {name: corpus.manifest.get("profile", {}).get(name) for name in ("name", "digest")},
+        "settings": settings,
+        "deployment": deployment,
+        "host": host_facts(),
+        "clock": {"name": "monotonic", "resolution_ns": round(time.get_clock_info("monotonic").resolution * 1e9)},
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "warnings": [],
+    }
+
+
+def host_facts() -> dict[str, Any]:
+    """What of this machine bears on the client's timing; no name and no address."""
+    return {
+        "system": platform.system(),
+        "release": platform.release(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def block_maker(corpus: Corpus, options: ReplayOptions, nonce: str) -> Callable[[SessionTree, int], PlayBlocks]:
+    """A function giving the blocks of a session tree's play."""
+
+    def blocks(tree: SessionTree, play: int) -> PlayBlocks:
+        return PlayBlocks(
+            tree,
+            play,
+            block_size=corpus.block_size,
+            scope=corpus.hash_id_scope,
+            nonce=nonce,
+            cache_bust=options.cache_bust,
+        )
+
+    return blocks
+
+
+def replay_sim(
+    corpus: Corpus,
+    deployment: Deployment,
+    options: ReplayOptions,
+    out: Path,
+    *,
+    command: Sequence[str] = (),
+    observer: Observer | None = None,
+    overwrite: bool = False,
+) -> Run:
+    """Replay in virtual time against a simulated deployment; the run is in `out`.
+
+    The same corpus, deployment and options give the same run table. Raises InputError where nothing
+    can be replayed or the folder cannot be written.
+    """
+    watching = observer or Nobody()
+    limits = [limit for limit in (deployment.max_model_len, options.max_context) if limit is not None]
+    window = min(limits)
+    sessions, dropped = context_gate(corpus, options, window, watching)
+    facts = {
+        "kind": "sim",
+        "name": deployment.name,
+        "model": deployment.model,
+        "max_model_len": window,
+        "max_model_len_source": "deployment file" if window == deployment.max_model_len else "--max-context",
+        "cache_block": corpus.block_size,
+        "cache_block_source": "the corpus's blocks",
+        "parameters": deployment.model_dump(mode="json"),
+    }
+    writer = RunWriter(out, manifest_of(corpus, options, facts, list(command), "sim"), overwrite=overwrite)
+    record = _recorder(writer, watching, dropped)
+    lanes = Lanes(sessions, options.lane_settings(), record)
+    steps = 0
+
+    def tick(now_ns: int) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % SIM_TICK_STEPS == 0:
+            watching.tick(now_ns, lanes)
+
+    driver = SimDriver(
+        lanes,
+        SimModel(deployment, corpus.block_size),
+        block_maker(corpus, options, "sim"),
+        record,
+        grace_ns=options.grace_ns,
+        drain=options.drain,
+        tick=tick,
+    )
+
+    def interrupt(number: int, frame: object) -> None:
+        driver.interrupted = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        driver.run()
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return _finish(writer, lanes, "interrupted" if driver.interrupted else "window", driver.now_ns)
+
+
+def replay_live(
+    corpus: Corpus,
+    target: LiveTarget,
+    options: ReplayOptions,
+    out: Path,
+    *,
+    command: Sequence[str] = (),
+    observer: Observer | None = None,
+    overwrite: bool = False,
+) -> Run:
+    """Replay against a live deployment; the run is in `out`.
+
+    Raises DeploymentError where the deployment does not answer as it must, InputError where the
+    corpus or the options do not fit it. SIGINT or SIGTERM drains and saves, a second one cuts and saves.
+    """
+    import uvloop
+
+    return uvloop.run(_replay_live(corpus, target, options, out, list(command), observer or Nobody(), overwrite))
+
+
+async def _replay_live(
+    corpus: Corpus,
+    target: LiveTarget,
+    options: ReplayOptions,
+    out: Path,
+    command: list[str],
+    observer: Observer,
+    overwrite: bool,
+) -> Run:
+    origin = time.monotonic_ns()
+    ready = await connect(target, corpus, options, lambda: time.monotonic_ns() - origin, observer.note)
+    try:
+        sessions, dropped = context_gate(corpus, options, ready.found.max_model_len, observer)
+        nonce = secrets.token_hex(8) if options.cache_bust else SHARED_NONCE
+        redact = Redactor(target.secrets())
+        manifest = manifest_of(corpus, options, ready.facts(), redact.command(command), nonce)
+        writer = RunWriter(out, {**manifest, "warnings": ready.warnings}, overwrite=overwrite)
+    except BaseException:
+        ready.client.close()
+        raise
+    record = _recorder(writer, observer, dropped)
+    lanes = Lanes(sessions, options.lane_settings(), record)
+
+    def tick() -> None:
+        observer.tick(ready.client.now_ns(), lanes)
+        if writer.fault is not None:
+            driver.stop("the run can no longer be written")
+
+    driver = LiveDriver(
+        lanes,
+        ready.client,
+        ready.prompts,
+        block_maker(corpus, options, nonce),
+        CeilingTracker(corpus.block_size, ready.cache_block, ready.prompts.filler.common_tokens),
+        record,
+        LiveSettings(options.grace_ns, options.drain),
+        redact=redact,
+        tick=tick,
+    )
+    writer.in_flight = driver.in_flight_rows
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _on_signal, driver, observer)
+    try:
+        await driver.run()
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return _finish(writer, lanes, driver.ended_because, ready.client.now_ns())
+
+
+def _on_signal(driver: LiveDriver, observer: Observer) -> None:
+    first = driver.ended_because == "window"
+    driver.interrupt()
+    observer.note(
+        "interrupted: waiting for calls in flight, once more cuts them" if first else "cutting calls in flight"
+    )
+
+
+def _recorder(writer: RunWriter, observer: Observer, dropped: Sequence[CallRow]) -> Callable[[CallRow], None]:
+    """Where rows go: the run folder and the observer; what was dropped before the run goes first."""
+
+    def record(row: CallRow) -> None:
+        writer.add(row)
+        observer.observe(row)
+
+    for row in dropped:
+        writer.add(row)
+    return record
+
+
+def _finish(writer: RunWriter, lanes: Lanes, reason: str, at_ns: int) -> Run:
+    window = lanes.window
+    if window is not None:
+        writer.update(window={"start_ns": window[0], "end_ns": window[1]})
+    return writer.finish({"reason": reason, "at_ns": at_ns})

@@ -1,0 +1,204 @@
+"""A live deployment as the user names it, and what must be known of it before a call is sent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentx import tokens
+from agentx.corpus import Corpus
+from agentx.discover import Deployment, discover, probe, tokenize
+from agentx.errors import AgentxError, DeploymentError, InputError
+from agentx.http import Endpoint, HttpClient, Limits
+from agentx.prompts import Extras, Filler, PromptBuilder
+
+if TYPE_CHECKING:
+    from agentx.replay import ReplayOptions
+
+PROBE_TOKENS = 64
+"""Filler tokens of the probe call."""
+ATTEMPTS = (
+    Extras(),
+    Extras(ignore_eos=False),
+    Extras(min_tokens=False),
+    Extras(min_tokens=False, ignore_eos=False),
+    Extras(min_tokens=False, ignore_eos=False, usage=False),
+)
+"""What is asked for, and what is asked for next where the server refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTarget:
+    """Where and how to send."""
+
+    url: str
+    model: str | None = None
+    endpoint: str = "chat"
+    """chat or completions."""
+    prompt: str = "text"
+    """text or token-ids."""
+    tokenizer: Path | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    limits: Limits = field(default_factory=Limits)
+    ca: Path | None = None
+    insecure: bool = False
+
+    def api_key(self) -> str:
+        """The key from the environment, empty where there is none."""
+        return os.environ.get(self.api_key_env, "").strip()
+
+    def secrets(self) -> list[str]:
+        """Everything that must never be printed or stored."""
+        userinfo = Endpoint.parse(self.url).userinfo
+        return [secret for secret in (self.api_key(), userinfo.partition(":")[2], *self.headers.values()) if secret]
+
+    def all_headers(self) -> dict[str, str]:
+        """The headers of every request."""
+        key = self.api_key()
+        return {**({"Authorization": f"Bearer {key}"} if key else {}), **self.headers}
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """How certificates are checked; None for plain HTTP."""
+        if Endpoint.parse(self.url).scheme != "https":
+            return None
+        try:
+            context = ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
+        except (OSError, ssl.SSLError) as error:
+            raise InputError(f"--ca {self.ca}: cannot be read: {error}", "give a PEM file") from error
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+@dataclass(slots=True)
+class Ready:
+    """A deployment that has been looked at, and what is needed to send to it."""
+
+    target: LiveTarget
+    client: HttpClient
+    found: Deployment
+    prompts: PromptBuilder
+    cache_block: int
+    extras: Extras
+    warnings: list[str]
+
+    def facts(self) -> dict[str, Any]:
+        """What goes into the run's manifest."""
+        return {
+            "kind": "live",
+            "name": self.client.endpoint.authority,
+            "urls": [self.client.endpoint.url()],
+            "engine": self.found.kind,
+            "model": self.found.model,
+            "models": self.found.models,
+            "max_model_len": self.found.max_model_len,
+            "max_model_len_source": self.found.max_model_len_source,
+            "cache_block": self.cache_block,
+            "cache_block_source": self.found.cache_block_source,
+            "endpoint": self.prompts.path,
+            "prompt": self.target.prompt,
+            "prompt_exact": self.prompts.filler.table.exact,
+            "prompt_words": f"{len(self.prompts.filler.table)} from {self.prompts.filler.table.source}",
+            "template_tokens": self.prompts.overhead_tokens,
+            "min_tokens": self.extras.min_tokens,
+            "ignore_eos": self.extras.ignore_eos,
+            "tls_insecure": self.target.insecure,
+        }
+
+
+async def connect(
+    target: LiveTarget,
+    corpus: Corpus,
+    options: ReplayOptions,
+    now_ns: Callable[[], int],
+    note: Callable[[str], None],
+) -> Ready:
+    """The deployment, found and probed with one or a few calls of one token.
+
+    Raises DeploymentError where it does not complete a call, InputError where a choice is needed.
+    """
+    client = HttpClient(
+        Endpoint.parse(target.url),
+        now_ns,
+        headers=target.all_headers(),
+        limits=target.limits,
+        ssl_context=target.ssl_context(),
+    )
+    try:
+        found = await discover(client, target.model, options.max_context)
+        table = await _words(target, client, found)
+        note(f"{found.model} at {client.endpoint.url()}, context window {found.max_model_len or 'unknown'}")
+        return await _probed(target, client, found, Filler(table), corpus, options)
+    except BaseException:
+        client.close()
+        raise
+
+
+async def _words(target: LiveTarget, client: HttpClient, found: Deployment) -> tokens.WordTable:
+    if target.prompt == "token-ids":
+        return tokens.token_ids(found.vocab_size)
+    if target.tokenizer is not None:
+        return tokens.words_from_tokenizer(target.tokenizer)
+    if found.tokenize is not None:
+        try:
+            return await tokens.words_from_server(lambda text: tokenize(client, found, text))
+        except AgentxError as error:
+            found.warnings.append(f"the server's /tokenize is of no use: {error}")
+    return tokens.common_words()
+
+
+async def _probed(
+    target: LiveTarget,
+    client: HttpClient,
+    found: Deployment,
+    filler: Filler,
+    corpus: Corpus,
+    options: ReplayOptions,
+) -> Ready:
+    """One call with everything asked for; where the server refuses, again without what is not standard."""
+    warnings = found.warnings
+    first: dict[str, Any] = {}
+    for extras in ATTEMPTS:
+        prompts = PromptBuilder(
+            filler, model=found.model, endpoint=target.endpoint, block_size=PROBE_TOKENS, extras=extras
+        )
+        keys = np.array([secrets.randbits(64)], dtype=np.uint64)  # no earlier run's prompt
+        seen = await probe(client, prompts.path, prompts.request(keys, PROBE_TOKENS, 1))
+        first = first or seen
+        if seen["http_status"] not in (400, 422):
+            break
+    where = client.endpoint.url(prompts.path)
+    if seen["status"] not in ("ok", "empty"):
+        what = first["error_message"] or first["error_kind"] or first["status"]
+        raise DeploymentError(f"{where}: a call of one token failed: {what}", "check --model and the server's log")
+    if extras != Extras():
+        left_out = [name for name in ("min_tokens", "ignore_eos") if not getattr(extras, name)]
+        left_out += [] if extras.usage else ["stream_options.include_usage"]
+        warnings.append(f"the server refuses {', '.join(left_out)}: left out, output lengths may differ from the plan")
+    counted = seen["prompt_tokens"]
+    if counted is None:
+        warnings.append("the server reports no usage in streams: tokens and cache hits stay unknown")
+    overhead = max(0, counted - PROBE_TOKENS) if counted is not None and filler.table.exact else 0
+    block = options.cache_block or found.cache_block or corpus.block_size
+    if options.cache_block is not None:
+        found.cache_block_source = "--cache-block"
+    elif found.cache_block is None:
+        found.cache_block_source = "assumed: the corpus's blocks"
+    builder = PromptBuilder(
+        filler,
+        model=found.model,
+        endpoint=target.endpoint,
+        block_size=corpus.block_size,
+        extras=extras,
+        overhead_tokens=overhead,
+    )
+    return Ready(target, client, found, builder, block, extras, warnings)

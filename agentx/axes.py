@@ -95,17 +95,17 @@ def _reuse_of(
 ) -> None:
     """Fill `reused` and `leading` of one session's turns, met in recorded order."""
     turns = [(stream, turn) for stream in tree.streams for turn in range(stream.n_turns)]
-    ids = [blocks for stream in tree.streams for blocks in stream.block_ids()]
+    prompts_ids = [blocks for stream in tree.streams for blocks in stream.block_ids()]
     seen: set[int] = set()
     prompts = PrefixTree(block_size)
     for row in np.argsort(t_ns, kind="stable").tolist():
         stream, turn = turns[row]
-        own = ids[row].tolist()
-        reused[row] = sum(block in seen for block in own)
-        seen.update(own)
-        n_blocks = -(-int(stream.input_tokens[turn]) // block_size)
-        last = int(stream.input_tokens[turn]) - (n_blocks - 1) * block_size
-        prompt = ids[row][:n_blocks]
-        last = last if len(prompt) == n_blocks else block_size
+        new = stream.new_ids[turn].tolist()  # the kept ids were in the stream's turn before: seen
+        reused[row] = stream.keep_blocks[turn] + sum(map(seen.__contains__, new))
+        seen.update(new)
+        tokens = int(stream.input_tokens[turn])
+        n_blocks = -(-tokens // block_size)
+        prompt = prompts_ids[row][:n_blocks]
+        last = tokens - (n_blocks - 1) * block_size if len(prompt) == n_blocks else block_size
         leading[row] = prompts.match(prompt, last)
         prompts.insert(prompt, last)

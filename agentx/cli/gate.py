@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,8 @@ def gate(
     from agentx.profile import load_profile
 
     loaded = load_corpus(corpus)
+    for note in loaded.notes:
+        sys.stderr.write(f"note: {corpus}: {note}\n")
     result = run_gate(loaded, profile_of(loaded) if profile is None else load_profile(profile))
     print_gate(result, as_json=as_json)
     if not result.passed:
@@ -44,7 +47,7 @@ def print_gate(result: GateResult, *, as_json: bool = False) -> None:
     """The gate's table and verdict on stdout."""
     import orjson
 
-    from agentx.cli.tables import console, good_or_bad, table
+    from agentx.cli.tables import console, good_or_bad, sentence, table
 
     out = console()
     if as_json:
@@ -63,10 +66,11 @@ def print_gate(result: GateResult, *, as_json: bool = False) -> None:
         for verdict in result.verdicts
     ]
     columns = ("axis", "unit", "measured", "target", "band", "n", "verdict")
-    out.print(table(columns, rows, left=(0, 1, 6)))
-    out.print(good_or_bad(f"{result.headline}: corpus {result.corpus}, profile {result.profile}", result.passed))
-    for sentence in result.hidden():
-        out.print(sentence)
+    out.print(table(columns, rows, left=(0, 1)))
+    verdict_line = f"{result.headline} (corpus {result.corpus}, profile {result.profile})"
+    out.print(good_or_bad(sentence(verdict_line, out.width), result.passed))
+    for fact in result.hidden():
+        out.print(sentence(fact, out.width))
 
 
 def _number(value: float | None) -> str:

@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-WIDEST = 120
-"""Columns of output that goes to a file or a pipe."""
+PIPE_WIDTH = 120
+"""Columns of sentences that go to a file or a pipe, where COLUMNS does not say otherwise."""
+
+GAP = 2
+"""Spaces between columns."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr; a pipe gets a fixed width and no colour."""
+    """A console on stdout or stderr; a pipe gets a fixed width and no colour, and nothing is ever cut off."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else int(os.environ.get("COLUMNS", WIDEST))
-    return Console(file=stream, width=width, highlight=False, emoji=False, markup=False, soft_wrap=False)
+    width = None if stream.isatty() else _pipe_width()
+    return Console(file=stream, width=width, highlight=False, emoji=False, markup=False, soft_wrap=True)
+
+
+def _pipe_width() -> int:
+    stated = os.environ.get("COLUMNS", "")
+    return int(stated) if stated.isdecimal() and int(stated) > 0 else PIPE_WIDTH
 
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,), title: str = ""
 ) -> Table:
-    """A table without lines; columns not in `left` are aligned to the right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title or None, title_justify="left")
+    """A table without lines; columns not in `left` are aligned to the right, and no cell is shortened."""
+    cells = [[Text(cell) for cell in row] for row in rows]
+    widths = [max([len(name), *(row[number].cell_len for row in cells)]) for number, name in enumerate(columns)]
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), title=title or None, title_justify="left")
+    made.width = sum(widths) + GAP * (len(widths) - 1)  # its own, however narrow the console is
     for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number in left else "right", header_style="bold", no_wrap=True)
-    for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
+        justify: JustifyMethod = "left" if number in left else "right"
+        made.add_column(name, justify=justify, header_style="bold", no_wrap=True)
+    for row in cells:
+        made.add_row(*row)
     return made
+
+
+def sentence(text: str, width: int) -> str:
+    """The text in lines of at most `width` columns, broken between words."""
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def good_or_bad(text: str, good: bool) -> Text:

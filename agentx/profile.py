@@ -69,6 +69,10 @@ def _listed(values: Sequence[float]) -> str:
     return "[" + ", ".join(f"{value:.10g}" for value in values) + "]"
 
 
+def _count(values: Sequence[object]) -> str:
+    return f"{len(values)} number" + ("s" if len(values) != 1 else "")
+
+
 def _numbers(value: object) -> list[float] | None:
     """The value where it is a list of finite numbers, else None."""
     if not isinstance(value, list | tuple):
@@ -112,8 +116,7 @@ class Turns(Strict):
         faults = []
         if isinstance(values, list | tuple) and isinstance(weights, list | tuple) and len(values) != len(weights):
             faults.append(
-                f"turns.weights has {len(weights)} numbers, turns.values has {len(values)}"
-                "\nhint: give one weight per value"
+                f"turns.weights has {_count(weights)}, turns.values has {len(values)}\nhint: give one weight per value"
             )
         numbers = _numbers(weights)
         if numbers and not 0 < sum(numbers) < math.inf:

@@ -276,7 +276,13 @@ _NEEDED = {
     "list_type": "a list is needed",
     "dict_type": "a mapping is needed",
     "model_type": "a mapping is needed",
+    "greater_than_equal": "at least {ge:g} is needed",
+    "greater_than": "more than {gt:g} is needed",
+    "less_than_equal": "at most {le:.15g} is needed",
+    "less_than": "less than {lt:g} is needed",
+    "too_short": "a list of at least {min_length} is needed",
 }
+"""What a fault of pydantic's says here."""
 
 
 def _fault(model: type[BaseModel], error: dict[str, Any]) -> tuple[str, str]:
@@ -292,7 +298,7 @@ def _fault(model: type[BaseModel], error: dict[str, Any]) -> tuple[str, str]:
         return (message if name and message.startswith(name) else f"{_at(name)}{message}"), hint
     if kind == "too_long":
         return f"{name}: {error['ctx']['max_length']} values are needed, it has {error['ctx']['actual_length']}", ""
-    needed = _NEEDED.get(kind, f"{error['msg'][:1].lower()}{error['msg'][1:]}")
+    needed = _NEEDED[kind].format(**error.get("ctx", {})) if kind in _NEEDED else error["msg"].lower()
     return f"{name}: {needed}, it is {kind_of(given)}", ""
 
 

@@ -280,9 +280,11 @@ def is_path(name: str) -> bool:
 def _resolved(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     """The file's mapping on top of its presets'; what the file says wins, mappings are merged."""
     real = path.resolve()
-    if real in chain or len(chain) >= LONGEST_CHAIN:
-        names = " -> ".join(step.stem for step in (*chain, real))
+    names = " -> ".join(step.stem for step in (*chain, real))
+    if real in chain:
         raise InputError(f"{path}: presets go in a circle: {names}", "let one of them stand on its own")
+    if len(chain) > LONGEST_CHAIN:
+        raise InputError(f"{path}: more than {LONGEST_CHAIN} presets on each other: {names}", "write it flatter")
     data = read_yaml(path)
     if isinstance(gate := data.get("gate"), str) and is_path(gate):  # beside the file that names it, from any folder
         data["gate"] = str(real.parent / gate)

@@ -338,6 +338,13 @@ def test_presets_in_a_circle_are_refused_by_name(tmp_path: Path) -> None:
         load_profile(path)
 
 
+def test_long_chains_of_presets_are_refused_as_such(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path, f"preset: p{number + 1}.yaml\n", f"p{number}.yaml")
+    with pytest.raises(InputError, match="more than 16 presets on each other: p0 -> p1"):
+        load_profile(tmp_path / "p0.yaml")
+
+
 def test_unknown_names_are_told_the_nearest() -> None:
     with pytest.raises(InputError) as caught:
         load_profile("smal")

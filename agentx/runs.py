@@ -2,15 +2,21 @@
 
 While a run lasts, a background thread appends the rows that have gathered to `calls.arrow` (an Arrow
 IPC stream) about once a second, and rewrites `in_flight.arrow`, a row for each call on its way. At the
-end both become `calls.parquet`. A run whose process was killed is read from the journal: a torn last
-batch is dropped, and the calls that were on their way stand as `cancelled`, error kind `killed`.
+end the journal becomes `calls.parquet`. A run whose process was killed is read from the journal: a
+torn last batch is dropped, and the calls that were on their way stand as `cancelled`, error kind
+`killed`.
+
+Rows leave memory only when they are whole on the disk, and a part that a full disk left is overwritten
+by the next attempt. So nothing that was saved is lost, and nothing at all where there is room again
+before the end.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +33,17 @@ SCHEMA_VERSION = 1
 FLUSH_S = 1.0
 """Period of the journal; a kill loses at most the rows of this time and of one write."""
 
+PIECE = 128
+"""Rows turned into columns at a stretch, under a millisecond: the thread must not keep the interpreter from
+the event loop, which stamps times."""
+
 MANIFEST = "run.json"
 CALLS = "calls.parquet"
 JOURNAL = "calls.arrow"
 IN_FLIGHT = "in_flight.arrow"
+
+OURS = (MANIFEST, CALLS, JOURNAL, IN_FLIGHT, "report.json", "report.html", "server_metrics.parquet")
+"""Files of a run folder: what `overwrite` may remove."""
 
 ORDER = ["root_session_id", "play", "lane", "session_id", "turn"]
 """Sort keys of `calls.parquet`: a session's turns stand together, in an order that no timing changes."""
@@ -65,14 +78,15 @@ class RunWriter:
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **manifest, "ended": None}
         self.in_flight = in_flight
         _prepare(folder, overwrite)
-        self._rows: list[CallRow] = []
+        self._rows: deque[CallRow] = deque()
         self._fault: Exception | None = None
         self._stop = threading.Event()
         self._manifest_changed = False
+        self._saved_bytes = 0
         store.atomic_write_json(folder / MANIFEST, self.manifest)
         try:
             self._file = (folder / JOURNAL).open("wb", buffering=0)
-            self._stream = pa.ipc.new_stream(self._file, CALLS_SCHEMA)
+            self._append(CALLS_SCHEMA.serialize().to_pybytes())
         except OSError as error:
             raise InputError(f"{folder}: cannot be written: {error.strerror}", "check the folder") from error
         self._thread = threading.Thread(target=self._journal, name="journal", daemon=True)
@@ -84,7 +98,10 @@ class RunWriter:
 
     @property
     def fault(self) -> Exception | None:
-        """Why the journal cannot be written any more; None while it can. `finish` raises it as InputError."""
+        """Why the journal cannot be written any more; None while it can.
+
+        The thread has stopped then, and rows stay in memory. `finish` tries once more, then raises it.
+        """
         return self._fault
 
     def update(self, **facts: Any) -> None:
@@ -93,65 +110,99 @@ class RunWriter:
         self._manifest_changed = True
 
     def finish(self, ended: Mapping[str, Any]) -> Run:
-        """The finished run: `calls.parquet` written, the journal removed."""
+        """The finished run: `calls.parquet` written, the journal removed.
+
+        Raises InputError where the disk refuses; what was saved until then stays readable.
+        """
         self._stop.set()
         self._thread.join()
-        if self._fault is None:
-            self._flush()
-        self.abandon()
+        self._flush()
+        self._file.close()
         if self._fault is not None:
-            raise self._broken()
+            raise InputError(
+                f"{self.folder}: the run can no longer be written: {self._fault}",
+                "free some space; what was written until then can be read with agentx report",
+            )
         self.manifest["ended"] = dict(ended)
+        store.atomic_write_json(self.folder / MANIFEST, self.manifest)
         table = _sorted(_read_journal(self.folder / JOURNAL))
         store.atomic_write_table(self.folder / CALLS, table, row_group_size=65536)
-        store.atomic_write_json(self.folder / MANIFEST, self.manifest)
         (self.folder / JOURNAL).unlink()
         (self.folder / IN_FLIGHT).unlink(missing_ok=True)
         return Run(self.folder, self.manifest, _frame(table), complete=True)
 
     def abandon(self) -> None:
-        """Stop writing and leave the journal as it is: the run can be read like one that was killed."""
+        """Save what has gathered and leave the journal as it is: the run reads like one that was killed."""
         self._stop.set()
         self._thread.join()
+        self._flush()
         self._file.close()
 
-    def _broken(self) -> InputError:
-        return InputError(
-            f"{self.folder}: the run can no longer be written: {self._fault}",
-            "free some space; what was written until then can be read with agentx report",
-        )
-
     def _journal(self) -> None:
-        while not self._stop.wait(FLUSH_S):
+        while self._fault is None and not self._stop.wait(FLUSH_S):
             self._flush()
-            if self._fault is not None:
-                return
 
     def _flush(self) -> None:
-        rows, self._rows = self._rows, []
+        """Save the rows that have gathered, then the calls on their way, then the manifest if it changed."""
         try:
-            if rows:
-                self._stream.write_batch(calls_batch(rows))
-                os.fsync(self._file.fileno())
-            store.atomic_write_table(self.folder / IN_FLIGHT, pa.Table.from_batches([calls_batch(self.in_flight())]))
+            flying = self.in_flight()  # before the rows: a call that ends in between is in both, not in neither
+            self._save_rows()
+            table = pa.Table.from_batches([calls_batch(flying)], schema=CALLS_SCHEMA)
+            store.atomic_write_table(self.folder / IN_FLIGHT, table)
             if self._manifest_changed:
                 self._manifest_changed = False
                 store.atomic_write_json(self.folder / MANIFEST, self.manifest)
+            self._fault = None
         except (OSError, pa.ArrowException, InputError) as error:
             self._fault = error
 
+    def _save_rows(self) -> None:
+        rows = [self._rows.popleft() for _ in range(len(self._rows))]
+        try:
+            messages = []
+            for start in range(0, len(rows), PIECE):
+                messages.append(calls_batch(rows[start : start + PIECE]).serialize())
+                time.sleep(0)  # lets the event loop have the interpreter
+            self._append(b"".join(messages))
+        except BaseException:
+            self._rows.extendleft(reversed(rows))
+            raise
+
+    def _append(self, data: bytes) -> None:
+        """Put whole IPC messages at the journal's end, on the disk, over a part that a failed attempt left."""
+        self._file.truncate(self._saved_bytes)
+        self._file.seek(self._saved_bytes)
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        os.fsync(self._file.fileno())
+        self._saved_bytes += len(data)
+
 
 def _prepare(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not (folder / MANIFEST).is_file():
-            raise InputError(f"{folder}: already there and no run of agentx", "choose another folder with -o")
-        if not overwrite:
-            raise InputError(f"{folder}: already holds a run", "choose another folder with -o, or give --overwrite")
-        shutil.rmtree(folder)
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            _make_room(folder, overwrite)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made: {error.strerror}", "check the folder above it") from error
+        raise InputError(f"{folder}: cannot be used: {error.strerror}", "choose another folder with -o") from error
+
+
+def _make_room(folder: Path, overwrite: bool) -> None:
+    """Remove the run in a folder; raises InputError, nothing removed, where it may not be."""
+    if not (folder / MANIFEST).is_file():
+        raise InputError(f"{folder}: already there and no run of agentx", "choose another folder with -o")
+    if not overwrite:
+        raise InputError(f"{folder}: already holds a run", "choose another folder with -o, or give --overwrite")
+    paths = sorted(folder.iterdir())
+    foreign = [path.name for path in paths if not path.is_file() or (path.name not in OURS and path.suffix != ".tmp")]
+    if foreign:
+        raise InputError(
+            f"{folder}: holds a run and {', '.join(foreign[:3])}, not written by agentx",
+            "choose another folder with -o, or move those away",
+        )
+    for path in paths:
+        path.unlink()
 
 
 def load_run(folder: Path) -> Run:
@@ -177,20 +228,26 @@ def _read_calls(path: Path) -> pl.DataFrame:
         frame = pl.read_parquet(path)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise InputError(f"{path}: cannot be read: {error}", "the file is damaged: use a copy") from error
-    missing = [name for name in CALLS_SCHEMA.names if name not in frame.columns]
+    expected = _frame(CALLS_SCHEMA.empty_table()).schema
+    missing = [name for name in expected if name not in frame.columns]
     if missing:
         raise InputError(f"{path}: lacks the columns {', '.join(missing)}", "was it written by another program?")
+    wrong = [
+        f"{name} is {frame.schema[name]}, not {kind}" for name, kind in expected.items() if frame.schema[name] != kind
+    ]
+    if wrong:
+        raise InputError(f"{path}: columns of another type: {', '.join(wrong)}", "was it written by another program?")
     return frame
 
 
 def _salvage(folder: Path) -> pa.Table:
     """What the journal of an unfinished run holds, and the calls that were on their way."""
     journal = _read_journal(folder / JOURNAL)
-    snapshot = folder / IN_FLIGHT
-    if not snapshot.is_file():
+    try:
+        with pa.OSFile(str(folder / IN_FLIGHT)) as file:
+            flying = _frame(pa.ipc.open_file(file).read_all())
+    except (pa.ArrowException, OSError):
         return journal
-    with pa.memory_map(str(snapshot)) as file:
-        flying = _frame(pa.ipc.open_file(file).read_all())
     new = flying.join(_frame(journal), on=_KEY, how="anti")
     return pa.concat_tables([journal, new.to_arrow().cast(CALLS_SCHEMA)])
 

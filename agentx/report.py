@@ -1,7 +1,12 @@
-"""The report: what a run measured, with its n beside everything, and what is doubtful about it."""
+"""The report: what a run measured, with its n beside everything, and what is doubtful about it.
+
+A pure function of a run. A doubt is one sentence on why a figure may not mean what it seems to; it
+stands right under the headline, and its `kind` is a word that scripts can look for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,65 +14,82 @@ from typing import Any
 import polars as pl
 
 from agentx import metrics, store
-from agentx.runs import Run
+from agentx.runs import Run, load_run
 from agentx.units import NS_PER_MS, format_count, format_duration, format_percent
 
-LAG_FLOOR_NS = 5 * NS_PER_MS
-LAG_SHARE = 0.01
-"""A lag is doubtful where its P99 is over this share of the TTFT median, and over the floor."""
-COVERAGE = 0.999
-"""Share of calls that must report usage before totals are taken as whole."""
-LENGTH_SHARE = 0.01
-"""Planned and achieved lengths may differ by this share in sum."""
-ERROR_SHARE = 0.01
-CUT_SHARE = 0.10
 REPORT = "report.json"
+SCHEMA_VERSION = 1
 
-SHOWN = (
-    "ttft_ns",
-    "ttfc_ns",
-    "itl_ns",
-    "icl_ns",
-    "e2e_ns",
-    "response_ns",
-    "input_tokens",
-    "output_tokens",
-    "cache_hit",
-)
-"""Distributions in the order they are shown."""
+LAG_FLOOR_NS = 10 * NS_PER_MS
+LAG_SHARE = 0.01
+"""A lag is doubtful where its P99 is over this share of the TTFT median, and over the floor: below that it
+moves neither the load nor a response time that anybody could read."""
+LENGTH_SHARE = 0.01
+"""Planned and achieved lengths may differ by this share, in sum or in how many calls."""
+LENGTH_TOKENS = 8
+"""A length within this many tokens of its plan may be off in any number of calls."""
+ERROR_SHARE = 0.01
+CEILING_SHARE = 1.01
+"""A cache hit over this share of the ceiling was not earned by this run's own prompts."""
+FEW_SESSIONS = 10
+"""Turns of one session are alike; under so many sessions one of them moves a median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """One reason not to take the figures at face value."""
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything the report says."""
 
+    notice: str | None
+    """What must be read before any figure: that the deployment was simulated."""
     headline: str
-    doubts: tuple[str, ...]
+    doubts: tuple[Doubt, ...]
     distributions: dict[str, metrics.Summary]
     lag: metrics.Summary
     counts: dict[str, dict[str, int]]
+    outcomes: metrics.Outcomes
     error_kinds: dict[str, int]
-    error_rate: float | None
-    throughput: metrics.Throughput
+    """Failures and refusals by kind."""
+    skipped: dict[str, int]
+    """Turns that were never sent, by reason."""
+    sessions: int
+    """Session trees that the measured calls belong to."""
+    throughput: metrics.Throughput | None
+    """None where the measured window never opened."""
     cache: metrics.CacheUse
-    lengths: metrics.Lengths
+    lengths: dict[str, metrics.Lengths]
     facts: dict[str, Any]
     row: dict[str, Any]
     """The run in the shape of the seed's Table 7."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """As plain data: units are in the names, ratios from 0 to 1, null where not measured."""
         return {
+            "schema_version": SCHEMA_VERSION,
+            "notice": self.notice,
             "headline": self.headline,
-            "doubts": list(self.doubts),
+            "doubts": [asdict(doubt) for doubt in self.doubts],
             "distributions": {name: summary.to_json() for name, summary in self.distributions.items()},
             "lag_ns": self.lag.to_json(),
             "counts": self.counts,
+            "outcomes": {
+                **asdict(self.outcomes),
+                "error_rate": self.outcomes.error_rate,
+                "cut_share": self.outcomes.cut_share,
+            },
             "error_kinds": self.error_kinds,
-            "error_rate": self.error_rate,
-            "throughput": asdict(self.throughput),
+            "skipped": self.skipped,
+            "sessions": self.sessions,
+            "throughput": asdict(self.throughput) if self.throughput else None,
             "cache": asdict(self.cache),
-            "lengths": asdict(self.lengths),
+            "lengths": {name: asdict(lengths) for name, lengths in self.lengths.items()},
             "facts": self.facts,
             "row": self.row,
         }
@@ -76,240 +98,304 @@ class Report:
 def make_report(run: Run) -> Report:
     """The report of a run, finished or not."""
     calls, manifest = run.calls, run.manifest
-    window = _window(manifest)
-    distributions = metrics.latencies(calls)
-    used = metrics.throughput(calls, window)
-    cache = metrics.cache_use(calls)
+    good = metrics.measured(calls)
+    window = measured_window(run)
+    distributions = metrics.distributions(good)
+    used = metrics.throughput(calls, window) if window else None
+    cache = metrics.cache_use(good)
     lag = metrics.lag(calls)
-    lengths = metrics.lengths(calls)
-    rate = metrics.error_rate(calls)
-    facts = _facts(manifest)
-    doubts = [
-        *_ending(run, window),
-        *[str(text) for text in manifest.get("warnings", [])],
-        *_sample_doubts(distributions, calls),
-        *_usage_doubts(calls, cache),
-        *_failure_doubts(calls, rate),
+    lengths = metrics.lengths(good)
+    outcomes = metrics.outcomes(calls)
+    facts = facts_of(manifest)
+    doubts = (
+        *_ending_doubts(run, window),
+        *_failure_doubts(calls, outcomes),
+        *_sample_doubts(good, distributions),
+        *_usage_doubts(good, cache),
         *_length_doubts(lengths),
         *_lag_doubts(lag, distributions["ttft_ns"]),
-        *_prompt_doubts(facts),
-    ]
+        *_deployment_doubts(good, facts),
+        *(Doubt("warning", str(text)) for text in manifest.get("warnings", [])),
+    )
     return Report(
-        headline=_headline(manifest, used, distributions),
-        doubts=tuple(doubts),
-        distributions={name: distributions[name] for name in SHOWN},
+        notice=_notice(manifest),
+        headline=_headline(facts, used, distributions, cache),
+        doubts=doubts,
+        distributions=distributions,
         lag=lag,
         counts=metrics.counts(calls),
-        error_kinds=metrics.error_kinds(calls),
-        error_rate=rate,
+        outcomes=outcomes,
+        error_kinds=metrics.kinds(calls, [*metrics.FAILED, "overflow"]),
+        skipped=metrics.kinds(calls, ["skipped"]),
+        sessions=good["root_session_id"].n_unique(),
         throughput=used,
         cache=cache,
         lengths=lengths,
         facts=facts,
-        row=_row(facts, distributions, used, cache, calls),
+        row=_row(facts, distributions, used, cache),
     )
 
 
-def write_report(run: Run) -> Report:
-    """The report, written beside the run as `report.json`."""
-    report = make_report(run)
-    store.atomic_write_json(Path(run.folder) / REPORT, report.to_json())
+def write_report(run: Run | Path) -> Report:
+    """The report of a run or of the run in a folder, also written into the folder as `report.json`."""
+    loaded = load_run(run) if isinstance(run, Path) else run
+    report = make_report(loaded)
+    store.atomic_write_json(loaded.folder / REPORT, report.to_json())
     return report
 
 
-def _window(manifest: dict[str, Any]) -> tuple[int, int] | None:
-    """The measured window; that of a run that was cut short ends where the run did."""
+def measured_window(run: Run) -> tuple[int, int] | None:
+    """(start, end) in ns of the window that figures are over; None where it never opened.
+
+    It ends where the run did, if that was earlier: at the last sign of life of a run that was killed. A
+    run killed before it had told its window opened it when the last warm-up call ended, or at 0.
+    """
+    calls, manifest = run.calls, run.manifest
     window = manifest.get("window")
-    if not window:
-        return None
+    if window is None:
+        if calls.filter((pl.col("phase") == "measure") & pl.col("sent_ns").is_not_null()).height == 0:
+            return None
+        start = _latest(calls.filter(pl.col("phase") == "warmup")) or 0
+        end = start + manifest.get("settings", {}).get("duration_ns", 0)
+    else:
+        start, end = window["start_ns"], window["end_ns"]
     ended = (manifest.get("ended") or {}).get("at_ns")
-    end = window["end_ns"] if ended is None else max(window["start_ns"], min(window["end_ns"], ended))
-    return window["start_ns"], end
+    if ended is None:
+        ended = _latest(calls)
+    return start, end if ended is None else max(start, min(end, ended))
 
 
-def _headline(manifest: dict[str, Any], used: metrics.Throughput, found: dict[str, metrics.Summary]) -> str:
+def _latest(calls: pl.DataFrame) -> int | None:
+    """Time of the last thing seen of any call."""
+    latest = calls.select(pl.max_horizontal("sent_ns", "headers_ns", "end_ns").max()).item()
+    return None if latest is None else int(latest)
+
+
+def _notice(manifest: Mapping[str, Any]) -> str | None:
     deployment = manifest.get("deployment", {})
+    if deployment.get("kind") != "sim":
+        return None
+    return f"simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
+
+
+def _headline(
+    facts: dict[str, Any],
+    used: metrics.Throughput | None,
+    found: dict[str, metrics.Summary],
+    cache: metrics.CacheUse,
+) -> str:
     ttft, itl = found["ttft_ns"], found["itl_ns"]
-    text = (
-        f"{used.completed:,} turns completed in the window, TTFT P50 {format_duration(ttft.p50)} (n {ttft.n:,}), "
-        f"ITL P50 {format_duration(itl.p50)} (n {itl.n:,})"
+    completed, window_s = (used.completed, used.window_s) if used else (0, None)
+    over = "no time" if window_s is None else format_duration(window_s * 1e9)
+    return (
+        f"{completed:,} turns completed in {over} on {facts['concurrency']} lanes: TTFT P50 "
+        f"{format_duration(ttft.p50)} (n {ttft.n:,}), ITL P50 {format_duration(itl.p50)} (n {itl.n:,}), cache hit "
+        f"{format_percent(cache.hit)} of a ceiling of {format_percent(cache.ceiling)} (n {cache.n_reporting:,})"
     )
-    if deployment.get("kind") == "sim":
-        return f"Simulated deployment {deployment.get('name')}, virtual time: no hardware was measured. {text}"
-    return text
 
 
-def _facts(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What makes the run comparable with another."""
-    settings, deployment = manifest.get("settings", {}), manifest.get("deployment", {})
-    corpus, profile = manifest.get("corpus", {}), manifest.get("profile", {})
+FACTS = {
+    "deployment": (
+        "kind", "urls", "engine", "model", "max_model_len", "max_model_len_source", "cache_block",
+        "cache_block_source", "endpoint", "prompt", "prompt_exact", "prompt_words", "template_tokens", "min_tokens",
+        "ignore_eos", "tls_insecure",
+    ),
+    "settings": (
+        "concurrency", "duration_ns", "grace_ns", "drain", "ramp_ns", "start_window", "think_cap_ns", "idle_cap_ns",
+        "cache_bust", "max_context",
+    ),
+}  # fmt: skip
+"""What of the manifest makes a run comparable with another, by section."""
+
+
+def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes the run comparable with another; None where the manifest does not say."""
+    profile, corpus = manifest.get("profile", {}), manifest.get("corpus", {})
     return {
-        "platform": deployment.get("name"),
-        "kind": deployment.get("kind"),
-        "model": deployment.get("model"),
-        "max_model_len": deployment.get("max_model_len"),
-        "max_model_len_source": deployment.get("max_model_len_source"),
-        "cache_block": deployment.get("cache_block"),
-        "cache_block_source": deployment.get("cache_block_source"),
-        "endpoint": deployment.get("endpoint"),
-        "prompt": deployment.get("prompt"),
-        "prompt_exact": deployment.get("prompt_exact"),
+        "platform": manifest.get("deployment", {}).get("name"),
         "profile": profile.get("name") or corpus.get("name"),
         "profile_digest": profile.get("digest"),
         "corpus_digest": corpus.get("digest"),
         "corpus_sessions": corpus.get("sessions"),
+        "corpus_turns": corpus.get("turns"),
         "seed": manifest.get("seed"),
-        **{
-            name: settings.get(name)
-            for name in (
-                "concurrency", "duration_ns", "grace_ns", "drain", "ramp_ns", "start_window", "think_cap_ns",
-                "idle_cap_ns", "cache_bust", "max_context",
-            )
-        },
+        **{key: manifest.get(section, {}).get(key) for section, keys in FACTS.items() for key in keys},
         "agentx_version": manifest.get("agentx_version"),
+        "host": manifest.get("host"),
+        "clock": manifest.get("clock"),
         "started_at": manifest.get("started_at"),
-    }  # fmt: skip
+        "ended": manifest.get("ended"),
+    }
 
 
 def _row(
     facts: dict[str, Any],
     found: dict[str, metrics.Summary],
-    used: metrics.Throughput,
+    used: metrics.Throughput | None,
     cache: metrics.CacheUse,
-    calls: pl.DataFrame,
 ) -> dict[str, Any]:
-    inputs = metrics.column(metrics.measured(calls), "prompt_tokens")
     return {
         "platform": facts["platform"],
         "profile": facts["profile"],
         "con": facts["concurrency"],
-        "requests": used.completed,
-        "input_p99": found["input_tokens"].p99,
-        "input_max": float(inputs.max()) if len(inputs) else None,
-        "ttft_p50_ns": found["ttft_ns"].p50,
-        "itl_p50_ns": found["itl_ns"].p50,
-        "active_tok_s": used.active_total_tok_s,
+        "requests": used.completed if used else 0,
+        "input_tokens_p99": found["input_tokens"].p99,
+        "input_tokens_max": found["input_tokens"].max,
+        "ttft_ns_p50": found["ttft_ns"].p50,
+        "itl_ns_p50": found["itl_ns"].p50,
+        "active_total_tok_s": used.active_total_tok_s if used else None,
         "cache_hit": cache.hit,
     }
 
 
-# The doubts, each one sentence
+# The doubts
 
 
-def _ending(run: Run, window: tuple[int, int] | None) -> list[str]:
-    ended = run.manifest.get("ended") or {}
-    reason = ended.get("reason")
-    found = []
+def _ending_doubts(run: Run, window: tuple[int, int] | None) -> Iterator[Doubt]:
+    reason = (run.manifest.get("ended") or {}).get("reason")
     if reason == "killed":
-        found.append(
-            "The run was killed: up to 2 s before the kill are missing, and calls on their way count as cancelled."
+        yield Doubt(
+            "killed",
+            "The run was killed: up to 2 s before the kill are missing, and calls on their way count as cancelled.",
         )
     elif reason == "interrupted":
-        found.append("The run was interrupted: the window is shorter than asked for.")
+        yield Doubt(
+            "interrupted",
+            "The run was interrupted: its window is shorter than asked for, and ends with the calls in flight.",
+        )
     elif reason not in (None, "window"):
-        found.append(f"The run ended early: {reason}.")
+        yield Doubt("ended_early", f"The run ended early: {reason}.")
+    elif not run.complete:
+        yield Doubt("not_closed", "The run could not be closed in order: it is read from its journal.")
     if window is None:
-        found.append("The measured window never opened: nothing is measured.")
-    return found
+        yield Doubt("no_window", "The measured window never opened: nothing is measured.")
 
 
-def _sample_doubts(found: dict[str, metrics.Summary], calls: pl.DataFrame) -> list[str]:
-    doubts = []
-    ttft = found["ttft_ns"]
-    short = [name.upper() for name, q in metrics.QUANTILES.items() if ttft.n < metrics.needed(q)]
-    if ttft.n == 0:
-        doubts.append("No call completed inside the window: there is no latency to report.")
-    elif short:
-        doubts.append(
-            f"Only {ttft.n:,} calls completed: too few for {', '.join(short)} (P99 needs {metrics.needed(0.99)})."
-        )
-    sessions = calls.filter(pl.col("status") == "ok")["root_session_id"].n_unique()
-    if ttft.n and sessions < 10:
-        doubts.append(f"The calls come from {sessions} sessions only: turns of one session are not independent.")
-    done = calls.filter(pl.col("status") == "ok").height
-    silent = done - calls.filter((pl.col("status") == "ok") & pl.col("first_token_ns").is_not_null()).height
-    if silent:
-        doubts.append(f"{silent:,} calls completed without a visible first token: they have no TTFT.")
-    return doubts
-
-
-def _usage_doubts(calls: pl.DataFrame, cache: metrics.CacheUse) -> list[str]:
-    good = metrics.measured(calls)
-    n = good.height
-    if n == 0:
-        return []
-    doubts = []
-    with_usage = n - good["completion_tokens"].null_count()
-    if with_usage < COVERAGE * n:
-        doubts.append(
-            f"{n - with_usage:,} of {n:,} calls report no usage: their tokens are missing from totals and ITL "
-            "(does the server take stream_options.include_usage?)."
-        )
-    if cache.n_reporting == 0:
-        doubts.append("The server reports no cached tokens: the cache hit is unknown, not 0.")
-    elif cache.n_reporting < COVERAGE * n:
-        doubts.append(f"Only {cache.n_reporting:,} of {n:,} calls report cached tokens: the cache hit is over those.")
-    if cache.n_invalid:
-        doubts.append(
-            f"{cache.n_invalid:,} calls report more cached than prompt tokens: they are left out of the cache hit."
-        )
-    if cache.efficiency is not None and cache.efficiency > 1.01:
-        doubts.append(
-            f"The cache hit is {format_percent(cache.efficiency)} of the ceiling: the server held prompts from before "
-            "this run, or its cache unit is smaller than assumed."
-        )
-    return doubts
-
-
-def _failure_doubts(calls: pl.DataFrame, rate: float | None) -> list[str]:
-    doubts = []
+def _failure_doubts(calls: pl.DataFrame, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
+    rate, cut = outcomes.error_rate, outcomes.cut_share
     if rate is not None and rate > ERROR_SHARE:
-        doubts.append(f"{format_percent(rate)} of the calls failed: latencies are those of the calls that did not.")
-    inside = calls.filter(pl.col("phase").is_in(metrics.WINDOW_PHASES) & pl.col("sent_ns").is_not_null())
-    cut = inside.filter(pl.col("status") == "cancelled").height
-    if inside.height and cut > CUT_SHARE * inside.height:
-        doubts.append(
-            f"{cut:,} of {inside.height:,} calls were cut at the end: long calls are missing from the latencies. "
-            "A longer window or --drain keeps them."
+        yield Doubt(
+            "errors",
+            f"{format_percent(rate)} of the calls failed ({outcomes.failed:,} of {outcomes.ok + outcomes.failed:,}): "
+            "latencies are those of the calls that did not.",
         )
-    overflow = inside.filter(pl.col("status") == "overflow").height
-    if overflow:
-        doubts.append(
-            f"The server refused {overflow:,} calls for their context length, although they were planned to fit."
+    if outcomes.overflow:
+        yield Doubt(
+            "overflow",
+            f"The server refused {outcomes.overflow:,} of {outcomes.sent:,} calls for their context length: the rest "
+            "of their sessions was not played.",
+        )
+    moved = [name.upper() for name, q in metrics.QUANTILES.items() if cut and cut >= 1 - q]
+    if cut and moved:
+        yield Doubt(
+            "cut_off",
+            f"{outcomes.cancelled:,} of {outcomes.sent:,} calls were still running at the end and were cut: the "
+            f"longest are missing, so {_listed(moved)} may read too low (--drain or a longer window keeps them).",
         )
     dropped = calls.filter(pl.col("error_kind") == "context_gate")
     if dropped.height:
-        doubts.append(
+        yield Doubt(
+            "context_gate",
             f"{dropped['root_session_id'].n_unique():,} sessions ({dropped.height:,} turns) do not fit the context "
-            "window and were dropped before the run."
+            "window and were left out.",
         )
-    return doubts
 
 
-def _length_doubts(lengths: metrics.Lengths) -> list[str]:
-    doubts = []
-    for what, planned, got, off in (
-        ("input", lengths.planned_input, lengths.input, lengths.input_off),
-        ("output", lengths.planned_output, lengths.output, lengths.output_off),
-    ):
-        if planned and abs(got - planned) > LENGTH_SHARE * planned:
-            doubts.append(
-                f"Planned and achieved {what} differ: {format_count(planned)} against {format_count(got)} tokens, in "
-                f"{off:,} of {lengths.n:,} calls."
+def _sample_doubts(good: pl.DataFrame, found: dict[str, metrics.Summary]) -> Iterator[Doubt]:
+    if good.height == 0:
+        yield Doubt("no_calls", "No call that was sent inside the window completed: there is no latency to report.")
+        return
+    few = []
+    for name, key in (("TTFT", "ttft_ns"), ("ITL", "itl_ns")):
+        missing = found[key].missing()
+        if missing:
+            needs = [f"{name.upper()} needs {metrics.needed(metrics.QUANTILES[name])}" for name in missing]
+            few.append(f"{name} has n {found[key].n:,} ({', '.join(needs)})")
+    if few:
+        yield Doubt("few_samples", f"Too few samples for some percentiles: {'; '.join(few)}.")
+    sessions = good["root_session_id"].n_unique()
+    if sessions < FEW_SESSIONS:
+        yield Doubt(
+            "few_sessions",
+            f"The calls come from {_several(sessions, 'session')} only: turns of one session are alike, so n says "
+            "more than it holds.",
+        )
+    silent = good["first_token_ns"].null_count()
+    if silent:
+        yield Doubt("no_first_token", f"{silent:,} of {good.height:,} calls completed without a visible first token.")
+
+
+def _usage_doubts(good: pl.DataFrame, cache: metrics.CacheUse) -> Iterator[Doubt]:
+    n = good.height
+    if n == 0:
+        return
+    silent = max(good[name].null_count() for name in ("completion_tokens", "prompt_tokens"))
+    if silent:
+        yield Doubt(
+            "usage_missing",
+            f"{silent:,} of {n:,} calls report no usage: they are missing from token counts and ITL"
+            f"{', and token rates are unknown' if silent > (1 - metrics.COVERAGE) * n else ''} (does the server take "
+            "stream_options.include_usage?).",
+        )
+    if cache.n_reporting + cache.n_invalid == 0:
+        yield Doubt("cache_unknown", "The server reports no cached tokens: the cache hit is unknown, not 0.")
+    elif cache.n_reporting + cache.n_invalid < n:
+        yield Doubt(
+            "cache_coverage",
+            f"Only {cache.n_reporting:,} of {n:,} calls report cached tokens ({format_percent(cache.coverage)}): the "
+            "cache hit is over those.",
+        )
+    if cache.n_invalid:
+        yield Doubt(
+            "cache_invalid",
+            f"{cache.n_invalid:,} of {n:,} calls report more cached than prompt tokens: the cache hit leaves them out.",
+        )
+    if cache.efficiency is not None and cache.efficiency > CEILING_SHARE:
+        yield Doubt(
+            "over_ceiling",
+            f"The cache hit is {format_percent(cache.efficiency)} of its ceiling: the server held prompts from before "
+            "this run, or its cache unit is smaller than assumed.",
+        )
+
+
+def _length_doubts(lengths: dict[str, metrics.Lengths]) -> Iterator[Doubt]:
+    for name, of in lengths.items():
+        apart = abs(of.achieved - of.planned) > LENGTH_SHARE * of.planned
+        many = of.n_off > LENGTH_SHARE * of.n and of.worst > LENGTH_TOKENS
+        if apart or many:
+            yield Doubt(
+                f"{name}_length",
+                f"Planned and achieved {name} differ in {of.n_off:,} of {of.n:,} calls, by up to {of.worst:,} tokens: "
+                f"{format_count(of.planned)} planned, {format_count(of.achieved)} achieved.",
             )
-    return doubts
 
 
-def _lag_doubts(lag: metrics.Summary, ttft: metrics.Summary) -> list[str]:
-    worst = lag.p99 if lag.p99 is not None else lag.max
-    if worst is None or ttft.p50 is None or worst <= max(LAG_FLOOR_NS, LAG_SHARE * ttft.p50):
-        return []
-    return [
-        f"The client sent late: lag P99 {format_duration(worst)} against a TTFT median of {format_duration(ttft.p50)}."
-    ]
+def _lag_doubts(lag: metrics.Summary, ttft: metrics.Summary) -> Iterator[Doubt]:
+    name, worst = ("P99", lag.p99) if lag.p99 is not None else ("max", lag.max)
+    if worst is not None and ttft.p50 is not None and worst > max(LAG_FLOOR_NS, LAG_SHARE * ttft.p50):
+        yield Doubt(
+            "lag",
+            f"The client sent late: lag {name} {format_duration(worst)} (n {lag.n:,}) against a TTFT median of "
+            f"{format_duration(ttft.p50)}.",
+        )
 
 
-def _prompt_doubts(facts: dict[str, Any]) -> list[str]:
+def _deployment_doubts(good: pl.DataFrame, facts: dict[str, Any]) -> Iterator[Doubt]:
     if facts["prompt_exact"] is False:
-        return ["Prompts are not token-exact: the server's tokenizer is not known (give --tokenizer)."]
-    return []
+        yield Doubt(
+            "prompt_inexact", "Prompts are not exact to the token: the tokenizer is not known (give --tokenizer)."
+        )
+    others = sorted(set(good["response_model"].drop_nulls().unique()) - {facts["model"]})
+    if others and facts["model"] is not None:
+        yield Doubt("model", f"The model asked for is {facts['model']}, the answers name {_listed(others)}.")
+    if facts["tls_insecure"]:
+        yield Doubt("tls_insecure", "Certificates were not checked: who answered is not proven.")
+
+
+def _listed(names: list[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _several(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

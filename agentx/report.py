@@ -49,7 +49,7 @@ class Report:
 
     notice: str | None
     """What must be read before any figure: that the deployment was simulated."""
-    headline: str
+    summary: str
     doubts: tuple[Doubt, ...]
     distributions: dict[str, metrics.Summary]
     lag: metrics.Summary
@@ -69,11 +69,15 @@ class Report:
     row: dict[str, Any]
     """The run in the shape of the seed's Table 7."""
 
+    @property
+    def headline(self) -> str:
+        """The notice, if there is one, and the summary: never quote one without the other."""
+        return f"{self.notice}. {self.summary}" if self.notice else self.summary
+
     def to_json(self) -> dict[str, Any]:
         """As plain data: units are in the names, ratios from 0 to 1, null where not measured."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "notice": self.notice,
             "headline": self.headline,
             "doubts": [asdict(doubt) for doubt in self.doubts],
             "distributions": {name: summary.to_json() for name, summary in self.distributions.items()},
@@ -119,7 +123,7 @@ def make_report(run: Run) -> Report:
     )
     return Report(
         notice=_notice(manifest),
-        headline=_headline(facts, used, distributions, cache),
+        summary=_summary(facts, used, distributions, cache),
         doubts=doubts,
         distributions=distributions,
         lag=lag,
@@ -175,10 +179,10 @@ def _notice(manifest: Mapping[str, Any]) -> str | None:
     deployment = manifest.get("deployment", {})
     if deployment.get("kind") != "sim":
         return None
-    return f"simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
+    return f"Simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
 
 
-def _headline(
+def _summary(
     facts: dict[str, Any],
     used: metrics.Throughput | None,
     found: dict[str, metrics.Summary],

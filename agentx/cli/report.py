@@ -65,8 +65,8 @@ def print_report(made: Report, *, as_json: bool = False) -> None:
         return
     width = min(out.width, WIDEST)
     if made.notice:
-        out.print(sentence(made.notice, width), style="bold yellow")
-    out.print(sentence(made.headline, width), style="bold")
+        out.print(f"{made.notice}.", style="bold yellow")
+    out.print(sentence(made.summary, width), style="bold")
     for doubt in made.doubts:
         out.print(_entry("  doubt:", doubt.text, width, indent=9), style="yellow")
     out.print()

@@ -10,7 +10,9 @@ from typing import Protocol
 class Clock(Protocol):
     """Anything that tells the nanoseconds since the run's start and never goes back."""
 
-    def now_ns(self) -> int: ...
+    def now_ns(self) -> int:
+        """Nanoseconds since the run's start."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

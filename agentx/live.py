@@ -36,8 +36,8 @@ class Prompts(Protocol):
     path: str
     """Path of the API the bodies are for, such as `/v1/chat/completions`."""
 
-    def body(self, call: Call, keys: BlockIds, last_tokens: int) -> bytes:
-        """The body of this call's request; its prompt is the blocks `keys`, the last of `last_tokens`."""
+    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int) -> bytes:
+        """The body of a turn's request; its prompt is the blocks `keys`, the last of `last_tokens`."""
         ...
 
 
@@ -223,7 +223,7 @@ class LiveDriver:
     def _prepare(self, call: Call) -> None:
         blocks = self._plays.of(call.lane, call.tree, call.play)
         keys, last_tokens = blocks.turn(call.stream, call.turn)
-        body = self._prompts.body(call, keys, last_tokens)
+        body = self._prompts.body(keys, last_tokens, call.output_tokens)
         exchange = self._client.request(self._prompts.path, body, self._ended)
         sending = _Sending(call, exchange, Answer(), keys, last_tokens, blocks.salt)
         exchange.on_backlog = sending.answer.take

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import orjson
 
 from agentx.errors import InputError
-from agentx.lanes import Call
 from agentx.prefix import mix
 from agentx.tokens import WordTable
 from agentx.turns import BlockIds
@@ -98,10 +97,13 @@ class PromptBuilder:
         self._extras = extras or Extras()
         self._model = orjson.dumps(model)
 
-    def body(self, call: Call, keys: BlockIds, last_tokens: int) -> bytes:
-        """The body of a call's request; its prompt is the blocks `keys`, the last of `last_tokens`."""
+    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int) -> bytes:
+        """The body of a turn's request; its prompt is the blocks `keys`, the last of `last_tokens`.
+
+        A planned output of 0 tokens is asked for as 1: servers take no less.
+        """
         n_tokens = (len(keys) - 1) * self._block_size + last_tokens
-        return self.request(keys, max(1, n_tokens - self.overhead_tokens), max(1, call.output_tokens))
+        return self.request(keys, max(1, n_tokens - self.overhead_tokens), max(1, output_tokens))
 
     def request(self, keys: BlockIds, n_tokens: int, max_tokens: int) -> bytes:
         """The body of a request of exactly `n_tokens` filler tokens."""

@@ -283,7 +283,14 @@ async def _replay_live(
     overwrite: bool,
 ) -> Run:
     origin = time.monotonic_ns()
-    ready = await connect(target, corpus, options, lambda: time.monotonic_ns() - origin, observer.note)
+    ready = await connect(
+        target,
+        lambda: time.monotonic_ns() - origin,
+        observer.note,
+        block_size=corpus.block_size,
+        max_context=options.max_context,
+        cache_block=options.cache_block,
+    )
     try:
         sessions, dropped = context_gate(corpus, options, ready.found.max_model_len, observer)
         nonce = secrets.token_hex(8) if options.cache_bust else SHARED_NONCE

@@ -8,19 +8,16 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from agentx import tokens
-from agentx.corpus import Corpus
 from agentx.discover import Deployment, discover, probe, tokenize
 from agentx.errors import AgentxError, DeploymentError, InputError
 from agentx.http import Endpoint, HttpClient, Limits
 from agentx.prompts import Extras, Filler, PromptBuilder
-
-if TYPE_CHECKING:
-    from agentx.replay import ReplayOptions
+from agentx.redact import Redactor
 
 PROBE_TOKENS = 64
 """Filler tokens of the probe call."""
@@ -117,14 +114,17 @@ class Ready:
 
 async def connect(
     target: LiveTarget,
-    corpus: Corpus,
-    options: ReplayOptions,
     now_ns: Callable[[], int],
     note: Callable[[str], None],
+    *,
+    block_size: int,
+    max_context: int | None = None,
+    cache_block: int | None = None,
 ) -> Ready:
     """The deployment, found and probed with one or a few calls of one token.
 
-    Raises DeploymentError where it does not complete a call, InputError where a choice is needed.
+    `block_size` is the corpus's, `max_context` and `cache_block` are the user's word in tokens. Raises
+    DeploymentError where it does not complete a call, InputError where a choice is needed.
     """
     client = HttpClient(
         Endpoint.parse(target.url),
@@ -134,13 +134,29 @@ async def connect(
         ssl_context=target.ssl_context(),
     )
     try:
-        found = await discover(client, target.model, options.max_context)
-        table = await _words(target, client, found)
+        found = await discover(client, target.model, max_context)
+        filler = Filler(await _words(target, client, found))
         note(f"{found.model} at {client.endpoint.url()}, context window {found.max_model_len or 'unknown'}")
-        return await _probed(target, client, found, Filler(table), corpus, options)
-    except BaseException:
+        extras, counted = await _probe(target, client, found, filler)
+        if cache_block is not None:
+            found.cache_block, found.cache_block_source = cache_block, "--cache-block"
+        elif found.cache_block is None:
+            found.cache_block, found.cache_block_source = block_size, "assumed: the corpus's blocks"
+        known = counted is not None and filler.table.exact
+        prompts = PromptBuilder(
+            filler,
+            model=found.model,
+            endpoint=target.endpoint,
+            block_size=block_size,
+            extras=extras,
+            overhead_tokens=max(0, counted - PROBE_TOKENS) if known and counted is not None else 0,
+        )
+    except BaseException as error:
         client.close()
+        if isinstance(error, AgentxError):  # a server may echo what it was sent
+            error.message = Redactor(target.secrets())(error.message)
         raise
+    return Ready(target, client, found, prompts, found.cache_block, extras, found.warnings)
 
 
 async def _words(target: LiveTarget, client: HttpClient, found: Deployment) -> tokens.WordTable:
@@ -156,49 +172,31 @@ async def _words(target: LiveTarget, client: HttpClient, found: Deployment) -> t
     return tokens.common_words()
 
 
-async def _probed(
-    target: LiveTarget,
-    client: HttpClient,
-    found: Deployment,
-    filler: Filler,
-    corpus: Corpus,
-    options: ReplayOptions,
-) -> Ready:
-    """One call with everything asked for; where the server refuses, again without what is not standard."""
-    warnings = found.warnings
+async def _probe(
+    target: LiveTarget, client: HttpClient, found: Deployment, filler: Filler
+) -> tuple[Extras, int | None]:
+    """(what the server takes, prompt tokens it counted) of a call of one token.
+
+    Everything is asked for; where the server refuses, less is asked for.
+    """
+    keys = np.array([secrets.randbits(64)], dtype=np.uint64)  # no earlier run's prompt
     first: dict[str, Any] = {}
     for extras in ATTEMPTS:
         prompts = PromptBuilder(
             filler, model=found.model, endpoint=target.endpoint, block_size=PROBE_TOKENS, extras=extras
         )
-        keys = np.array([secrets.randbits(64)], dtype=np.uint64)  # no earlier run's prompt
         seen = await probe(client, prompts.path, prompts.request(keys, PROBE_TOKENS, 1))
         first = first or seen
         if seen["http_status"] not in (400, 422):
             break
-    where = client.endpoint.url(prompts.path)
     if seen["status"] not in ("ok", "empty"):
+        where = client.endpoint.url(prompts.path)
         what = first["error_message"] or first["error_kind"] or first["status"]
         raise DeploymentError(f"{where}: a call of one token failed: {what}", "check --model and the server's log")
-    if extras != Extras():
-        left_out = [name for name in ("min_tokens", "ignore_eos") if not getattr(extras, name)]
-        left_out += [] if extras.usage else ["stream_options.include_usage"]
-        warnings.append(f"the server refuses {', '.join(left_out)}: left out, output lengths may differ from the plan")
-    counted = seen["prompt_tokens"]
-    if counted is None:
-        warnings.append("the server reports no usage in streams: tokens and cache hits stay unknown")
-    overhead = max(0, counted - PROBE_TOKENS) if counted is not None and filler.table.exact else 0
-    block = options.cache_block or found.cache_block or corpus.block_size
-    if options.cache_block is not None:
-        found.cache_block_source = "--cache-block"
-    elif found.cache_block is None:
-        found.cache_block_source = "assumed: the corpus's blocks"
-    builder = PromptBuilder(
-        filler,
-        model=found.model,
-        endpoint=target.endpoint,
-        block_size=corpus.block_size,
-        extras=extras,
-        overhead_tokens=overhead,
-    )
-    return Ready(target, client, found, builder, block, extras, warnings)
+    left_out = [name for name in ("min_tokens", "ignore_eos") if not getattr(extras, name)]
+    left_out += [] if extras.usage else ["stream_options.include_usage"]
+    if left_out:
+        found.warnings.append(f"the server refuses {', '.join(left_out)}: output lengths may differ from the plan")
+    if seen["prompt_tokens"] is None:
+        found.warnings.append("the server reports no usage in streams: tokens and cache hits stay unknown")
+    return extras, seen["prompt_tokens"]

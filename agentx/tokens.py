@@ -8,6 +8,7 @@ English words are taken, which most vocabularies hold whole, and the table says 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ FEWEST_WORDS = 64
 MOST_WORDS = 4096
 CHECK_LENGTH = 512
 """Words of a text that is tokenised to check them together."""
-MOST_CHECKS = 200
+MOST_CHECKS = 64
 """Calls to a server's `/tokenize` at most."""
 PLAIN_IDS = range(1000, 8000)
 """Token ids taken where the vocabulary's size is not known: every served model has as many."""
@@ -95,23 +96,34 @@ def words_from_tokenizer(path: Path) -> WordTable:
 
 
 async def words_from_server(tokenize: Callable[[str], Awaitable[Sequence[int]]]) -> WordTable:
-    """The common words that the server's own tokenizer holds whole; raises InputError where they are too few."""
+    """The common words that the server's own tokenizer holds whole; raises InputError where they are too few.
+
+    One text of all words, each on a line of its own, tells which are one token: the most frequent
+    token is the line end, and what stands between two of them is a word. A second text without line
+    ends checks those that are left.
+    """
+    words = COMMON_WORDS.split()
+    ids = list(await tokenize("".join(f"\n {word}" for word in words) + "\n"))
+    line_end = max(set(ids), key=ids.count) if ids else None
+    ends = [place for place, token in enumerate(ids) if token == line_end]
+    between = [after - before - 1 for before, after in itertools.pairwise(ends)]
+    alone = [word for word, n in zip(words, between, strict=False) if n == 1] if len(between) == len(words) else words
     checks = 0
 
-    async def whole(words: Sequence[str]) -> list[str]:
+    async def whole(part: Sequence[str]) -> list[str]:
         """The words of which a text gives one token each, found by halving."""
         nonlocal checks
         checks += 1
-        if checks > MOST_CHECKS or not words:
+        if checks > MOST_CHECKS or not part:
             return []
-        if len(await tokenize("".join(" " + word for word in words))) == len(words):
-            return list(words)
-        if len(words) == 1:
+        if len(await tokenize("".join(" " + word for word in part))) == len(part):
+            return list(part)
+        if len(part) == 1:
             return []
-        middle = len(words) // 2
-        return await whole(words[:middle]) + await whole(words[middle:])
+        middle = len(part) // 2
+        return await whole(part[:middle]) + await whole(part[middle:])
 
-    return _table(await whole(COMMON_WORDS.split()), exact=True, source="the server's /tokenize")
+    return _table(await whole(alone), exact=True, source="the server's /tokenize")
 
 
 def common_words() -> WordTable:

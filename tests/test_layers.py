@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs", "metrics"),
     ("report",),
     ("sim", "engines"),
+    ("target",),
     ("replay",),
     ("cli",),
 )

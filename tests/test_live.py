@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from agentx.http import Endpoint, HttpClient
-from agentx.lanes import Call, Lanes, LaneSettings
+from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor
@@ -23,22 +23,25 @@ MS = 1_000_000
 BLOCK = 64
 
 
+NAMES = {5: "s", 6: "s/a", 7: "s/b", 8: "s/c"}
+"""Output length to the stream that has it: what tells streams apart on the wire."""
+
+
 class PlainPrompts:
-    """A prompt that says which turn it is."""
+    """A prompt that says how long it is, and for how many tokens it asks: enough to know the turn."""
 
     path = "/v1/chat/completions"
 
-    def body(self, call: Call, keys: BlockIds, last_tokens: int) -> bytes:
-        return orjson.dumps({"session": call.session_id, "turn": call.turn, "tokens": len(keys)})
+    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int) -> bytes:
+        return orjson.dumps({"turn": len(keys) - 1, "session": NAMES[output_tokens]})
 
 
 def stream(name: str, think_ms: list[int], parent: int = ROOT, spawn: int = ROOT, join: int = ROOT) -> Stream:
     n = len(think_ms)
+    output = next(tokens for tokens, known in NAMES.items() if known == name)
     ids = [np.arange(1, dtype=np.uint64) + k for k in range(n)]
-    return Stream(
-        name, parent, spawn, join, [t * MS for t in think_ms], [BLOCK * (k + 1) for k in range(n)], [5] * n, ["m"] * n,
-        list(range(n)), ids,
-    )  # fmt: skip
+    think, inputs = [t * MS for t in think_ms], [BLOCK * (k + 1) for k in range(n)]
+    return Stream(name, parent, spawn, join, think, inputs, [output] * n, ["m"] * n, list(range(n)), ids)
 
 
 def usage(n: int) -> str:

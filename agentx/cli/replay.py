@@ -190,10 +190,14 @@ def parse_window(text: str) -> tuple[float, float] | None:
 def _corpus(profile: str | None, corpus: Path | None, *, quiet: bool) -> tuple[Corpus, AnyProfile | None]:
     """The corpus to replay and the profile it was made from; a profile's corpus is made and gated first."""
     from agentx.corpus import load_corpus
+    from agentx.gate import profile_of
     from agentx.profile import load_profile
 
     if corpus is not None:
-        return load_corpus(corpus), None
+        loaded = load_corpus(corpus)
+        for note in loaded.notes:
+            sys.stderr.write(f"note: {corpus}: {note}\n")
+        return loaded, profile_of(loaded) if loaded.manifest.get("profile") else None
     from agentx.cli.gate import print_gate
     from agentx.gate import run_gate
     from agentx.generate import generate_corpus

@@ -16,7 +16,8 @@ every subagent), then draws the next. The rules:
   forward together by the excess.
 * **Failures.** A failed call does not end its session: the next turn keeps its place. A lane whose
   calls fail one after another waits longer each time. A context refusal ends the session tree.
-* **End.** Nothing starts after the window. Every turn of a drawn session is recorded exactly once: by
+* **End.** Nothing starts after the window, which also ends when every session was played as often as
+  asked for. Every turn of a drawn session is recorded exactly once: by
   the driver when it was sent, else here as skipped, with the reason.
 
 A driver asks `next_due_ns`, calls `take` until it gives None, sends what it got, and reports each
@@ -57,6 +58,8 @@ class LaneSettings:
     idle_cap_ns: int | None = None
     start_window: tuple[float, float] | None = None
     """Fractions of the root's turns between which a lane's first session starts; None: at its beginning."""
+    plays: int | None = None
+    """Times each session is played at most; None: again and again until the window ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,9 @@ class Lanes:
                 self._advance(lane, call.stream, call.turn, now_ns)
             if self.window is not None:
                 self._apply_idle_cap(now_ns)
+                if self.in_flight == 0 and self._peek() is None:  # every session was played often enough
+                    self.window = (self.window[0], now_ns)
+                    self.close()
 
     def close(self, reason: str = "window_end") -> None:
         """Start nothing any more: every turn not sent is recorded as skipped for `reason`."""
@@ -263,17 +269,23 @@ class Lanes:
     def _draw_order(self, play: int) -> npt.NDArray[np.int64]:
         return generator(self._settings.seed, "order", play).permutation(len(self._sessions))
 
-    def _draw(self, lane: _Lane) -> None:
+    def _draw(self, lane: _Lane) -> bool:
+        """Give the lane its next session; False where every session has been played often enough."""
         position = lane.number + lane.drawn * self._settings.lanes
-        lane.drawn += 1
-        lane.epoch += 1
         lane.play, place = divmod(position, len(self._sessions))
+        lane.epoch += 1
+        lane.aborted = ""
+        if self._settings.plays is not None and lane.play >= self._settings.plays:
+            lane.tree, lane.streams = None, []
+            return False
+        lane.drawn += 1
         lane.tree = self._sessions[int(self._order(lane.play)[place])]
         lane.streams = [_Progress() for _ in lane.tree.streams]
-        lane.aborted = ""
+        return True
 
     def _begin_first(self, lane: _Lane) -> None:
-        self._draw(lane)
+        if not self._draw(lane):
+            return
         window = self._settings.start_window
         tree = lane.tree
         assert tree is not None
@@ -309,12 +321,10 @@ class Lanes:
     def _open_window(self, now_ns: int) -> None:
         self.window = (now_ns, now_ns + self._settings.duration_ns)
         for lane in self._lanes:
-            tree = lane.tree
-            assert tree is not None
             due = now_ns + self._ramp_ns(lane)
-            if lane.aborted:
-                self._draw(lane)
-            elif lane.start_turn > 0:
+            if lane.tree is None or (lane.aborted and not self._draw(lane)):
+                continue
+            if lane.start_turn > 0 and lane.streams[0].next_turn == lane.start_turn:
                 due = max(due, lane.streams[0].ended_ns + self._think_ns(lane, 0, lane.start_turn))
                 self._push(lane, 0, lane.start_turn, due)
                 continue
@@ -340,8 +350,8 @@ class Lanes:
                 self._reach(lane, stream)
             else:
                 self._stream_done(lane, stream, now_ns)
-        if lane.in_flight == 0 and (lane.aborted or all(progress.done for progress in lane.streams)):
-            self._draw(lane)
+        over = lane.in_flight == 0 and (lane.aborted or all(progress.done for progress in lane.streams))
+        if over and self._draw(lane):
             self._start(lane, 0, now_ns + self._backoff_ns(lane))
 
     def _start(self, lane: _Lane, stream: int, start_ns: int) -> None:

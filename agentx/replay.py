@@ -54,6 +54,8 @@ class ReplayOptions:
     think_cap_ns: int | None = None
     idle_cap_ns: int | None = None
     start_window: tuple[float, float] | None = None
+    plays: int | None = None
+    """Times each session is played at most; the window then ends with the last call."""
     cache_bust: bool = True
     max_context: int | None = None
     strict_context: bool = False
@@ -73,6 +75,7 @@ class ReplayOptions:
             self.think_cap_ns,
             self.idle_cap_ns,
             self.start_window,
+            self.plays,
         )
 
 

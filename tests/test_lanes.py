@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -238,3 +238,17 @@ def test_nothing_to_replay_is_refused() -> None:
         Lanes([], LaneSettings(1, 1, 0), lambda row: None)
     with pytest.raises(InputError, match="at least 1"):
         Lanes([SessionTree("s", 0, (stream("s", [0]),))], LaneSettings(0, 1, 0), lambda row: None)
+
+
+@settings(max_examples=100, deadline=None)
+@given(corpora(), settings_of, st.integers(1, 3))
+def test_sessions_are_played_as_often_as_asked_for(
+    sessions: list[SessionTree], lane_settings: LaneSettings, plays: int
+) -> None:
+    endless = replace(lane_settings, plays=plays, duration_ns=10**9)
+    replay = Replay(endless, sessions, lambda call: 3).run()
+    drawn = {(c.play, c.tree.session_id) for c in replay.sent} | {(r.play, r.root_session_id) for r in replay.skipped}
+    assert drawn == {(play, tree.session_id) for play in range(plays) for tree in sessions}
+    assert len(replay.sent) + len(replay.skipped) == plays * sum(tree.n_turns for tree in sessions)
+    assert replay.lanes.window is not None
+    assert replay.lanes.window[1] == max(replay.ends.values())

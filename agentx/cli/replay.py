@@ -74,6 +74,10 @@ def replay(
         str | None,
         option(help="Longest time without any call in flight.", default="none", panel=CORPUS),
     ] = None,
+    plays: Annotated[
+        int | None,
+        option(min=1, help="Times each session is played at most.", default="until the window ends", panel=CORPUS),
+    ] = None,
     cache_bust: Annotated[str, option(help="on: no play hits another's cache; off: they share.", panel=CORPUS)] = "on",
     max_context: Annotated[
         int | None,
@@ -139,6 +143,7 @@ def replay(
         think_cap_ns=span(think_cap, "--think-cap"),
         idle_cap_ns=span(idle_cap, "--idle-cap"),
         start_window=(made_from.start_window if made_from else None) if start is None else parse_window(start),
+        plays=plays,
         cache_bust=_choice(cache_bust, "--cache-bust", ("on", "off")) == "on",
         max_context=max_context,
         strict_context=strict_context,

@@ -93,7 +93,7 @@ def serve_tiny(port: int, *, host: str = "127.0.0.1", slots: int, context: int, 
     params.n_batch = 2048
     params.n_ubatch = 512
     params.n_threads_http = slots + 4
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # more spin, and starve small machines
     params.verbosity = -1
     over = threading.Event()
 

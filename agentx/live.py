@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentx.answers import Answer, observe
+from agentx.call import Call
 from agentx.http import Exchange, HttpClient
-from agentx.lanes import Call, Lanes
+from agentx.lanes import Lanes
 from agentx.prefix import CeilingTracker, LanePlays, PlayBlocks
 from agentx.redact import Redactor
 from agentx.turns import BlockIds, CallRow, SessionTree

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentx import __version__
+from agentx.call import planned_row
 from agentx.corpus import Corpus, fits
 from agentx.deployment import Deployment
 from agentx.errors import InputError
-from agentx.lanes import Lanes, LaneSettings, planned_row
+from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor

@@ -14,8 +14,9 @@ import numpy as np
 
 from agentx import tokens
 from agentx.discover import Deployment, discover, probe, tokenize
+from agentx.endpoint import Endpoint
 from agentx.errors import AgentxError, DeploymentError, InputError
-from agentx.http import Endpoint, HttpClient, Limits
+from agentx.http import HttpClient, Limits
 from agentx.prompts import Extras, Filler, PromptBuilder
 from agentx.redact import Redactor
 

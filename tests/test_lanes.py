@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentx.call import Call
 from agentx.errors import InputError
-from agentx.lanes import LONGEST_BACKOFF_NS, Call, Lanes, LaneSettings
+from agentx.lanes import LONGEST_BACKOFF_NS, Lanes, LaneSettings
 from agentx.turns import ROOT, CallRow, SessionTree, Stream
 
 EMPTY = np.empty(0, dtype=np.uint64)

@@ -11,7 +11,8 @@ import orjson
 import pytest
 import uvloop
 
-from agentx.http import Endpoint, HttpClient
+from agentx.endpoint import Endpoint
+from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
 from agentx.prefix import CeilingTracker, PlayBlocks

@@ -305,6 +305,12 @@ def test_command_never_touches_a_folder_of_yours(tmp_path: Path, capsys: pytest.
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_the_sample_corpora_are_what_their_profiles_make() -> None:
+    for folder in sorted(path.parent for path in (ROOT / "traces").glob("*/manifest.json")):
+        sample = load_corpus(folder)
+        assert sample.digest == as_corpus(*generate(profile(folder.name))).digest
+
+
 def test_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "generate.py"), "--quick"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)

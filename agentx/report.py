@@ -294,7 +294,7 @@ def _failure_doubts(calls: pl.DataFrame, outcomes: metrics.Outcomes) -> Iterator
         yield Doubt(
             "cut_off",
             f"{outcomes.cancelled:,} of {outcomes.sent:,} calls were still running at the end and were cut: the "
-            f"longest are missing, so {_listed(moved)} may read too low (--drain or a longer window keeps them).",
+            f"longest are missing, so {_listed(moved)} may read too low (--drain or a longer --grace keeps them).",
         )
     dropped = calls.filter(pl.col("error_kind") == "context_gate")
     if dropped.height:

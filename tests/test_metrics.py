@@ -36,13 +36,17 @@ def call(**columns: Any) -> CallRow:
     return CallRow(session_id="s", turn=0, play=0, parent_session_id=None, root_session_id="s", **given)
 
 
+def mostly(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    return st.one_of(values, values, values, st.none())
+
+
 @st.composite
 def rows(draw: st.DrawFn) -> CallRow:
     """Any call that could be in a run table, at times of a few hundred ns."""
-    sent = draw(st.none() | st.integers(0, 200))
+    sent = draw(mostly(st.integers(0, 200)))
     chunks = [] if sent is None else sorted(sent + gap for gap in draw(st.lists(st.integers(0, 90), max_size=5)))
     end = None if sent is None else max([sent, *chunks]) + draw(st.integers(0, 30))
-    prompt = draw(st.none() | st.integers(0, 50))
+    prompt = draw(mostly(st.integers(0, 50)))
     return call(
         phase=draw(st.sampled_from(["warmup", "measure", "measure", "drain"])),
         status=draw(st.sampled_from(["ok", "ok", *STATUSES])),
@@ -56,9 +60,9 @@ def rows(draw: st.DrawFn) -> CallRow:
         end_ns=draw(st.sampled_from([end, end, end, None])),
         chunk_ns=chunks or draw(st.sampled_from([[], None])),
         prompt_tokens=prompt,
-        cached_tokens=draw(st.none() | st.integers(0, 60)),
-        completion_tokens=draw(st.none() | st.integers(0, 6)),
-        ceiling_cached_tokens=draw(st.none() | st.integers(0, 50)),
+        cached_tokens=draw(mostly(st.integers(0, 60))),
+        completion_tokens=draw(mostly(st.integers(0, 6))),
+        ceiling_cached_tokens=draw(mostly(st.integers(0, 50))),
     )
 
 
@@ -68,7 +72,7 @@ def about(value: float | None) -> Any:
 
 
 tables = st.lists(rows(), max_size=12)
-few = settings(max_examples=80, deadline=None)
+few = settings(max_examples=60, deadline=None)
 
 
 def is_measured(row: CallRow) -> bool:
@@ -138,6 +142,17 @@ def test_distributions_are_what_a_loop_finds(table: list[CallRow]) -> None:
     gaps = [b - a for row in good for times in [row.chunk_ns or []] for a, b in pairwise(times)]
     assert metrics.chunk_gaps(frame(good)).tolist() == gaps
     assert found["icl_ns"].n == len(gaps)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks", "itl"),
+    [(3, [10, 30], 10.0), (2, [10, 30], 20.0), (1, [10, 30], None), (0, [10, 30], None), (None, [10, 30], None),
+     (5, [10, 10], None), (1, [10], None), (None, [], None)],
+)  # fmt: skip
+def test_itl_needs_two_tokens_and_two_instants(tokens: int | None, chunks: list[int], itl: float | None) -> None:
+    first, last = (chunks[0], chunks[-1]) if chunks else (None, None)
+    row = call(sent_ns=0, first_token_ns=first, last_token_ns=last, chunk_ns=chunks, completion_tokens=tokens)
+    assert metrics.measured(frame([row]))["itl_ns"].to_list() == [itl]
 
 
 @given(tables)

@@ -137,8 +137,8 @@ def _calls(made: Report) -> str:
     if warmup:
         parts.append("warm-up " + ", ".join(f"{n:,} {status}" for status, n in warmup.items()))
     if made.skipped:
-        parts.append(f"{sum(made.skipped.values()):,} turns never sent{_kinds(made.skipped)}")
-    return "; ".join([*parts, f"{made.sessions:,} sessions measured"])
+        parts.append(f"turns never sent: {sum(made.skipped.values()):,}{_kinds(made.skipped)}")
+    return "; ".join([*parts, f"sessions measured: {made.sessions:,}"])
 
 
 def _kinds(kinds: Mapping[str, int]) -> str:

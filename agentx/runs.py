@@ -34,8 +34,8 @@ FLUSH_S = 1.0
 """Period of the journal; a kill loses at most the rows of this time and of one write."""
 
 PIECE = 128
-"""Rows turned into columns at a stretch, under a millisecond: the thread must not keep the interpreter from
-the event loop, which stamps times."""
+"""Rows turned into columns at a stretch: the thread must not keep the interpreter from the event loop, which
+stamps times."""
 
 MANIFEST = "run.json"
 CALLS = "calls.parquet"

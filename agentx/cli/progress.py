@@ -204,7 +204,7 @@ class Progress:
 
 
 def _panel(facts: dict[str, str]) -> Panel:
-    """The facts under each other; one text, because a picture of many parts takes ten times as long."""
+    """The facts under each other; one text, because a picture of many parts takes far longer."""
     width = max(len(name) for name in facts)
     text = "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
     return Panel(Text(text, no_wrap=True, overflow="ellipsis"), title="agentx replay", title_align="left", expand=False)

@@ -15,7 +15,7 @@ import polars as pl
 
 from agentx import metrics, store
 from agentx.runs import Run, load_run
-from agentx.units import NS_PER_MS, format_count, format_duration, format_percent
+from agentx.units import NS_PER_MS, NS_PER_S, format_count, format_duration, format_percent
 
 REPORT = "report.json"
 SCHEMA_VERSION = 1
@@ -113,7 +113,7 @@ def make_report(run: Run) -> Report:
     facts = facts_of(manifest)
     doubts = (
         *_ending_doubts(run, window),
-        *_failure_doubts(calls, outcomes),
+        *_failure_doubts(run, outcomes),
         *_sample_doubts(good, distributions),
         *_usage_doubts(good, cache),
         *_length_doubts(lengths),
@@ -152,14 +152,17 @@ def measured_window(run: Run) -> tuple[int, int] | None:
     """(start, end) in ns of the window that figures are over; None where it never opened.
 
     It ends where the run did, if that was earlier: at the last sign of life of a run that was killed. A
-    run killed before it had told its window opened it when the last warm-up call ended, or at 0.
+    run killed before it had told its window opened it when the last warm-up call ended; without warm-up
+    when the first call was due.
     """
     calls, manifest = run.calls, run.manifest
     window = manifest.get("window")
     if window is None:
-        if calls.filter((pl.col("phase") == "measure") & pl.col("sent_ns").is_not_null()).height == 0:
+        first = calls.filter((pl.col("phase") == "measure") & pl.col("sent_ns").is_not_null())["due_ns"].min()
+        if not isinstance(first, int):
             return None
-        start = _latest(calls.filter(pl.col("phase") == "warmup")) or 0
+        warmed = _latest(calls.filter(pl.col("phase") == "warmup"))
+        start = first if warmed is None else warmed
         end = start + manifest.get("settings", {}).get("duration_ns", 0)
     else:
         start, end = window["start_ns"], window["end_ns"]
@@ -189,10 +192,11 @@ def _summary(
     cache: metrics.CacheUse,
 ) -> str:
     ttft, itl = found["ttft_ns"], found["itl_ns"]
-    completed, window_s = (used.completed, used.window_s) if used else (0, None)
-    over = "no time" if window_s is None else format_duration(window_s * 1e9)
+    if used is None:
+        return "Nothing was measured: the measured window never opened"
+    over = format_duration(used.window_s and used.window_s * NS_PER_S)
     return (
-        f"{completed:,} turns completed in {over} on {facts['concurrency']} lanes: TTFT P50 "
+        f"{used.completed:,} turns completed in {over} on {facts['concurrency']} lanes: TTFT P50 "
         f"{format_duration(ttft.p50)} (n {ttft.n:,}), ITL P50 {format_duration(itl.p50)} (n {itl.n:,}), cache hit "
         f"{format_percent(cache.hit)} of a ceiling of {format_percent(cache.ceiling)} (n {cache.n_reporting:,})"
     )
@@ -272,10 +276,10 @@ def _ending_doubts(run: Run, window: tuple[int, int] | None) -> Iterator[Doubt]:
     elif not run.complete:
         yield Doubt("not_closed", "The run could not be closed in order: it is read from its journal.")
     if window is None:
-        yield Doubt("no_window", "The measured window never opened: nothing is measured.")
+        yield Doubt("no_window", "No call was sent inside a measured window: warm-up never ended, or nothing was sent.")
 
 
-def _failure_doubts(calls: pl.DataFrame, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
+def _failure_doubts(run: Run, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
     rate, cut = outcomes.error_rate, outcomes.cut_share
     if rate is not None and rate > ERROR_SHARE:
         yield Doubt(
@@ -291,12 +295,14 @@ def _failure_doubts(calls: pl.DataFrame, outcomes: metrics.Outcomes) -> Iterator
         )
     moved = [name.upper() for name, q in metrics.QUANTILES.items() if cut and cut >= 1 - q]
     if cut and moved:
+        ended = (run.manifest.get("ended") or {}).get("reason")
+        hint = " (--drain or a longer --grace keeps them)" if ended == "window" else ""
         yield Doubt(
             "cut_off",
             f"{outcomes.cancelled:,} of {outcomes.sent:,} calls were still running at the end and were cut: the "
-            f"longest are missing, so {_listed(moved)} may read too low (--drain or a longer --grace keeps them).",
+            f"longest are missing, so {_listed(moved)} may read too low{hint}.",
         )
-    dropped = calls.filter(pl.col("error_kind") == "context_gate")
+    dropped = run.calls.filter(pl.col("error_kind") == "context_gate")
     if dropped.height:
         yield Doubt(
             "context_gate",

@@ -243,11 +243,12 @@ def test_an_empty_run_reports(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_killed_run_is_over_the_time_that_it_lived() -> None:
-    rows = [ok(0, phase="warmup", sent_ns=0, end_ns=2 * S), *(ok(turn) for turn in range(5))]
+    rows = [ok(0, phase="warmup", sent_ns=0, end_ns=2 * S), *(ok(turn, due_ns=(2 + turn) * S) for turn in range(5))]
     flying = ok(5, status="cancelled", error_kind="killed", end_ns=None, first_token_ns=None, chunk_ns=None)
     told = make_report(run_of([*rows, flying], complete=False, ended={"reason": "killed"}))
     silent = make_report(run_of([*rows, flying], complete=False, ended={"reason": "killed"}, window=None))
-    for report in (told, silent):
+    cold = make_report(run_of([*rows[1:], flying], complete=False, ended={"reason": "killed"}, window=None))
+    for report in (told, silent, cold):
         assert "killed" in kinds(report)
         assert report.throughput is not None
         assert report.throughput.window_s == pytest.approx(5.0)  # to 7 s, when the last call was sent

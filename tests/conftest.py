@@ -17,3 +17,9 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no recorded material at {folder}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def fixed_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output is as wide as in a pipe, whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "120")

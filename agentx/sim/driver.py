@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from agentx.call import Call
 from agentx.clock import VirtualClock
-from agentx.lanes import Call, Lanes
+from agentx.lanes import Lanes
 from agentx.prefix import CeilingTracker, LanePlays, PlayBlocks
-from agentx.sim.model import Event, Request, SimModel
+from agentx.sim.model import Event, Request, SimModel, prefix_keys
 from agentx.turns import CallRow, SessionTree
 
 
@@ -58,10 +60,11 @@ class SimDriver:
 
     def run(self) -> None:
         """Replay until nothing is in flight and nothing will start."""
+        self._lanes.begin(self._clock.now_ns())
         while not self._lanes.finished:
             now = self._clock.now_ns()
             if self.interrupted:
-                self._lanes.close("interrupted")
+                self._lanes.close(self._clock.now_ns(), "interrupted")
             while call := self._lanes.take(now):
                 self._send(call, now)
             self._tick(now)
@@ -78,7 +81,7 @@ class SimDriver:
         self._clock.advance_to(now)
         for event, request in self._model.advance(now):
             if event is Event.FINISHED:
-                self._ended(self._flying.pop(request), now)
+                self._finished(self._flying.pop(request), now)
         if cut is not None and now >= cut:
             for flying in list(self._flying.values()):
                 self._model.cancel(now, flying.request)
@@ -88,75 +91,65 @@ class SimDriver:
     def _send(self, call: Call, now: int) -> None:
         blocks = self._plays.of(call.lane, call.tree, call.play)
         keys, last_tokens = blocks.turn(call.stream, call.turn)
-        output_tokens = max(call.output_tokens, 1)
-        ceiling = self._ceilings.observe(blocks.salt, keys, last_tokens)
-        refusal = self._model.refusal(call.input_tokens, output_tokens)
-        if refusal is not None:
-            row = call.row(
-                "overflow",
-                error_kind="context",
-                error_message=refusal,
-                http_status=400,
-                sent_ns=now,
-                end_ns=now,
-                ceiling_cached_tokens=ceiling,
-                endpoint=self._endpoint,
-                attempts=1,
-            )
-            self._record(row)
-            self._lanes.ended(call, now, row.status)
-            return
         full = keys if last_tokens == self._model.block_size else keys[:-1]
-        request = Request(full.tolist(), call.input_tokens, output_tokens)
-        self._flying[request] = _Flying(call, request, now, ceiling)
+        # An answer has at least one token: a server refuses max_tokens 0.
+        request = Request(prefix_keys(full), call.input_tokens, max(call.output_tokens, 1))
+        flying = _Flying(call, request, now, self._ceilings.observe(blocks.salt, keys, last_tokens))
+        refusal = self._model.refusal(request.input_tokens, request.output_tokens)
+        if refusal is not None:
+            observed = {"error_kind": "context", "error_message": refusal, "http_status": 400}
+            self._ended(flying, now, "overflow", call.phase, observed)
+            return
+        self._flying[request] = flying
         self._model.submit(now, request)
 
-    def _ended(self, flying: _Flying, now: int) -> None:
+    def _finished(self, flying: _Flying, now: int) -> None:
         request = flying.request
-        assert request.first_token_ns is not None
-        assert request.end_ns is not None
         window = self._lanes.window
-        late = window is not None and request.end_ns > window[1]
-        k_ns = self._model.k_ns
-        row = flying.call.row(
-            "ok",
-            phase="drain" if late and flying.call.phase == "measure" else flying.call.phase,
-            http_status=200,
-            sent_ns=flying.sent_ns,
-            first_token_ns=request.first_token_ns,
-            first_content_ns=request.first_token_ns,
-            last_token_ns=request.end_ns,
-            end_ns=request.end_ns,
-            chunk_ns=[request.first_token_ns + k_ns * token for token in range(request.output_tokens)],
-            prompt_tokens=request.input_tokens,
-            cached_tokens=request.cached_tokens,
-            completion_tokens=request.output_tokens,
-            finish_reason="length",
-            response_model=self._model.deployment.model,
-            ceiling_cached_tokens=flying.ceiling,
-            endpoint=self._endpoint,
-            attempts=1,
-        )
-        self._record(row)
-        self._lanes.ended(flying.call, now, "ok")
+        late = window is not None and now > window[1]
+        observed = _arrivals(self._model, request, now) | {
+            "prompt_tokens": request.input_tokens,
+            "cached_tokens": request.cached_tokens,
+            "completion_tokens": request.output_tokens,
+            "finish_reason": "length",
+            "response_model": self._model.deployment.model,
+        }
+        phase = flying.call.phase
+        self._ended(flying, now, "ok", "drain" if late and phase == "measure" else phase, observed)
 
     def _cut(self, flying: _Flying, now: int) -> None:
-        first = flying.request.first_token_ns
-        came = [] if first is None else list(range(first, now + 1, self._model.k_ns))[: flying.request.output_tokens]
+        """The window's end: what came so far is kept; the usage would have come last, so it is not known."""
+        observed = _arrivals(self._model, flying.request, now)
+        observed |= {"error_kind": "cancelled", "error_message": "window_end"}
+        phase = flying.call.phase
+        self._ended(flying, now, "cancelled", "drain" if phase == "measure" else phase, observed)
+
+    def _ended(self, flying: _Flying, now: int, status: str, phase: str, observed: dict[str, Any]) -> None:
         row = flying.call.row(
-            "cancelled",
-            phase="drain" if flying.call.phase == "measure" else flying.call.phase,
-            error_kind="cancelled",
-            error_message="window_end",
+            status,
+            phase=phase,
             sent_ns=flying.sent_ns,
-            first_token_ns=came[0] if came else None,
-            first_content_ns=came[0] if came else None,
-            last_token_ns=came[-1] if came else None,
             end_ns=now,
-            chunk_ns=came,
             ceiling_cached_tokens=flying.ceiling,
             endpoint=self._endpoint,
             attempts=1,
+            **observed,
         )
         self._record(row)
-        self._lanes.ended(flying.call, now, "cancelled")
+        self._lanes.ended(flying.call, now, status)
+
+
+def _arrivals(model: SimModel, request: Request, now: int) -> dict[str, Any]:
+    """The columns of the output that has come by `now`, one chunk per token; all null where none has."""
+    first = request.first_token_ns
+    if first is None or first > now:
+        return {"chunk_ns": []}
+    last = min(now, first + model.k_ns * (request.output_tokens - 1))
+    chunks = list(range(first, last + 1, model.k_ns))
+    return {
+        "http_status": 200,
+        "first_token_ns": first,
+        "first_content_ns": first,
+        "last_token_ns": chunks[-1],
+        "chunk_ns": chunks,
+    }

@@ -18,8 +18,10 @@ def serve(
     tiny: Annotated[bool, typer.Option("--tiny", help="Serve a tiny random model on llama.cpp.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    slots: Annotated[int, typer.Option(min=1, help="Slots of the tiny engine.")] = 16,
-    context: Annotated[int, typer.Option(min=512, help="Context window of the tiny engine, in tokens.")] = 32768,
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots of the tiny engine; 16 if not given.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=512, help="Context window of the tiny engine in tokens; 32768 if not given.")
+    ] = None,
 ) -> None:
     """Serve a simulated deployment or a tiny real engine on loopback until interrupted.
 
@@ -32,8 +34,12 @@ def serve(
     if tiny:
         from agentx.engines.tiny import serve_tiny
 
-        serve_tiny(port, host=host, slots=slots, context=context, ready=_ready("tiny"))
+        serve_tiny(port, host=host, slots=slots or 16, context=context or 32768, ready=_ready("tiny"))
         return
+    if slots is not None or context is not None:
+        raise InputError(
+            "--slots and --context belong to --tiny", "a simulated deployment's are in its file: copy it and edit it"
+        )
     import asyncio
     import contextlib
     import signal

@@ -30,7 +30,7 @@ class Deployment:
     model: str
     models: list[str] = field(default_factory=list)
     kind: str = "unknown"
-    """vllm, sglang, llamacpp or unknown, from `owned_by` and the describing endpoints."""
+    """vllm, sglang, llamacpp, agentx (our own simulation, served) or unknown, from `owned_by`."""
     max_model_len: int | None = None
     max_model_len_source: str = "unknown"
     cache_block: int | None = None
@@ -140,7 +140,7 @@ def _entries(document: object) -> list[dict[str, Any]]:
 
 def _kind(entry: dict[str, Any]) -> str:
     owner = str(entry.get("owned_by", "")).lower()
-    return owner if owner in ("vllm", "sglang", "llamacpp") else "unknown"
+    return owner if owner in ("vllm", "sglang", "llamacpp", "agentx") else "unknown"
 
 
 async def _context(client: HttpClient, found: Deployment, entry: dict[str, Any], limit: int | None) -> None:

@@ -276,6 +276,7 @@ class HttpClient:
     ) -> None:
         """`headers` go with every request; `now_ns` is the run's clock."""
         self.endpoint = endpoint
+        self.url = endpoint.url()
         self.now_ns = now_ns
         self.limits = limits or Limits()
         self.connections_opened = 0

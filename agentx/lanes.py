@@ -20,8 +20,8 @@ every subagent), then draws the next. The rules:
   asked for. Every turn of a drawn session is recorded exactly once: by
   the driver when it was sent, else here as skipped, with the reason.
 
-A driver asks `next_due_ns`, calls `take` until it gives None, sends what it got, and reports each
-end with `ended`. Under a real clock that is a live run, under a virtual clock a simulated one.
+A driver calls `begin` once, then asks `next_due_ns`, calls `take` until it gives None, sends what it
+got, and reports each end with `ended`. Under a real clock that is a live run, under a virtual clock a simulated one.
 """
 
 from __future__ import annotations
@@ -116,10 +116,13 @@ class Lanes:
         self.window: tuple[int, int] | None = None
         """(start, end) of the measured window; None while warm-up calls are out."""
         self._lanes = [_Lane(number) for number in range(settings.lanes)]
+
+    def begin(self, now_ns: int) -> None:
+        """Start: warm-up calls are due from now on, or the window opens now."""
         for lane in self._lanes:
-            self._begin_first(lane)
+            self._begin_first(lane, now_ns)
         if self._warming == 0:
-            self._open_window(0)
+            self._open_window(now_ns)
 
     @property
     def finished(self) -> bool:
@@ -153,7 +156,7 @@ class Lanes:
         if self._closed:
             return None
         if self.window is not None and now_ns >= self.window[1]:
-            self.close()
+            self.close(now_ns)
             return None
         due = self._peek()
         if due is None or due > now_ns + lead_ns or (self.window is not None and due >= self.window[1]):
@@ -184,14 +187,15 @@ class Lanes:
             if self.window is not None:
                 self._apply_idle_cap(now_ns)
                 if self.in_flight == 0 and self._peek() is None:  # every session was played often enough
-                    self.window = (self.window[0], now_ns)
-                    self.close()
+                    self.close(now_ns)
 
-    def close(self, reason: str = "window_end") -> None:
-        """Start nothing any more: every turn not sent is recorded as skipped for `reason`."""
+    def close(self, now_ns: int, reason: str = "window_end") -> None:
+        """Start nothing any more, the window ends: every turn not sent is recorded as skipped for `reason`."""
         if self._closed:
             return
         self._closed = True
+        if self.window is not None:
+            self.window = (self.window[0], max(self.window[0], min(self.window[1], now_ns)))
         self._pending.clear()
         for lane in self._lanes:
             if lane.tree is not None and not lane.aborted:
@@ -216,7 +220,7 @@ class Lanes:
         lane.streams = [_Progress() for _ in lane.tree.streams]
         return True
 
-    def _begin_first(self, lane: _Lane) -> None:
+    def _begin_first(self, lane: _Lane, now_ns: int) -> None:
         if not self._draw(lane):
             return
         window = self._settings.start_window
@@ -229,7 +233,7 @@ class Lanes:
         if lane.start_turn > 0:
             self._skip_before(lane, lane.start_turn - 1)
             self._warming += 1
-            self._push(lane, 0, lane.start_turn - 1, self._ramp_ns(lane))
+            self._push(lane, 0, lane.start_turn - 1, now_ns + self._ramp_ns(lane))
 
     def _skip_before(self, lane: _Lane, warmup_turn: int) -> None:
         """Pass over what lies before the start: root turns, and subagents spawned by them or by the warm-up turn."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from agentx.prefix import CeilingTracker, LanePlays, PlayBlocks
 from agentx.redact import Redactor
 from agentx.turns import BlockIds, CallRow, SessionTree
 from agentx.units import NS_PER_MS, NS_PER_S
+from agentx.watch import LoopWatch
 
 LEAD_NS = 25 * NS_PER_MS
 """How long before its due time a call is taken and its prompt built."""
@@ -50,6 +51,8 @@ class LiveSettings:
     """How long calls in flight at the window's end may still run before they are cut."""
     drain: bool = False
     """Wait for all of them instead, however long they take."""
+    stall_ns: int | None = None
+    """How long calls may be in flight without a byte on any of them before the run is ended as stalled."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class _Sending:
     """A call on its way: prepared, then in flight."""
 
     call: Call
+    client: HttpClient
     exchange: Exchange
     answer: Answer
     keys: BlockIds
@@ -66,12 +70,12 @@ class _Sending:
 
 
 class LiveDriver:
-    """Replays `lanes` through `client`; every call that ends becomes a row given to `record`."""
+    """Replays `lanes` through `clients`; every call that ends becomes a row given to `record`."""
 
     def __init__(
         self,
         lanes: Lanes,
-        client: HttpClient,
+        clients: Sequence[HttpClient],
         prompts: Prompts,
         blocks_of: Callable[[SessionTree, int], PlayBlocks],
         ceilings: CeilingTracker,
@@ -80,10 +84,14 @@ class LiveDriver:
         *,
         redact: Redactor,
         tick: Callable[[], None] = lambda: None,
+        answer: Callable[[], Answer] = Answer,
     ) -> None:
-        """`blocks_of` gives the blocks of a session tree's play; it is asked once per play of a lane."""
+        """`clients` share one clock; a lane sends to one of them, so a session stays where it began.
+
+        `blocks_of` gives the blocks of a session tree's play; it is asked once per play of a lane.
+        """
         self._lanes = lanes
-        self._client = client
+        self._clients = clients
         self._prompts = prompts
         self._ceilings = ceilings
         self._plays = LanePlays(blocks_of, ceilings)
@@ -91,8 +99,8 @@ class LiveDriver:
         self._settings = settings
         self._redact = redact
         self._tick = tick
-        self._now = client.now_ns
-        self._endpoint = client.endpoint.url()
+        self._answer = answer
+        self._now = clients[0].now_ns
         self._loop = asyncio.get_running_loop()
         self._ready: list[tuple[int, int, _Sending]] = []
         self._flying: dict[Exchange, _Sending] = {}
@@ -100,20 +108,26 @@ class LiveDriver:
         self._wake: asyncio.TimerHandle | asyncio.Handle | None = None
         self._over = self._loop.create_future()
         self._cut_at_ns: int | None = None
+        self._last_sign_ns = 0
+        self.watch = LoopWatch()
         self.ended_because = "window"
-        """Why the run ended: `window` or `interrupted`."""
+        """Why the run ended: `window`, `interrupted`, `stalled`, or what `stop` was told."""
 
     async def run(self) -> None:
         """Replay until nothing is in flight and nothing will start."""
         ticking = self._loop.create_task(self._ticking())
+        self.watch.start()
+        self._lanes.begin(self._now())
         try:
             self._pump()
             await self._over
         finally:
             ticking.cancel()
+            self.watch.stop()
             if self._wake is not None:
                 self._wake.cancel()
-            self._client.close()
+            for client in self._clients:
+                client.close()
 
     def interrupt(self) -> None:
         """First call: start nothing more and wait for what is in flight. Second call: cut that too."""
@@ -121,7 +135,7 @@ class LiveDriver:
             self._cut("interrupted")
         else:
             self.ended_because = "interrupted"
-            self._lanes.close("interrupted")
+            self._lanes.close(self._now(), "interrupted")
             self._drop_ready("interrupted")
         self._pump_soon()
 
@@ -130,7 +144,7 @@ class LiveDriver:
         if self._lanes.finished:
             return
         self.ended_because = reason
-        self._lanes.close("stopped")
+        self._lanes.close(self._now(), "stopped")
         self._drop_ready("stopped")
         self._cut("stopped")
         self._pump_soon()
@@ -148,7 +162,7 @@ class LiveDriver:
                     uploaded_ns=exchange.uploaded_ns,
                     headers_ns=exchange.headers_ns,
                     ceiling_cached_tokens=sending.ceiling,
-                    endpoint=self._endpoint,
+                    endpoint=sending.client.url,
                     attempts=exchange.attempts,
                 )
             )
@@ -209,8 +223,8 @@ class LiveDriver:
             self._cut("window_end")
 
     def _cut(self, reason: str) -> None:
-        for exchange in list(self._flying):
-            self._client.cancel(exchange, "cancelled", reason)
+        for exchange, sending in list(self._flying.items()):
+            sending.client.cancel(exchange, "cancelled", reason)
 
     def _drop_ready(self, reason: str) -> None:
         """Calls that were prepared but are not sent any more."""
@@ -225,8 +239,9 @@ class LiveDriver:
         blocks = self._plays.of(call.lane, call.tree, call.play)
         keys, last_tokens = blocks.turn(call.stream, call.turn)
         body = self._prompts.body(keys, last_tokens, call.output_tokens)
-        exchange = self._client.request(self._prompts.path, body, self._ended)
-        sending = _Sending(call, exchange, Answer(), keys, last_tokens, blocks.salt)
+        client = self._clients[call.lane % len(self._clients)]
+        exchange = client.request(self._prompts.path, body, self._ended)
+        sending = _Sending(call, client, exchange, self._answer(), keys, last_tokens, blocks.salt)
         exchange.on_backlog = sending.answer.take
         self._taken += 1
         heapq.heappush(self._ready, (call.due_ns, self._taken, sending))
@@ -234,10 +249,11 @@ class LiveDriver:
     def _send(self, sending: _Sending) -> None:
         sending.ceiling = self._ceilings.observe(sending.salt, sending.keys, sending.last_tokens)
         self._flying[sending.exchange] = sending
-        self._client.send(sending.exchange)
+        sending.client.send(sending.exchange)
 
     def _ended(self, exchange: Exchange) -> None:
         sending = self._flying.pop(exchange)
+        self._last_sign_ns = max(self._last_sign_ns, exchange.end_ns or 0)
         call = sending.call
         observed = observe(exchange, sending.answer)
         if observed["error_message"] is not None:
@@ -245,7 +261,7 @@ class LiveDriver:
         window = self._lanes.window
         late = window is not None and exchange.end_ns is not None and exchange.end_ns > window[1]
         phase = "drain" if call.phase == "measure" and late else call.phase
-        row = call.row(**observed, phase=phase, ceiling_cached_tokens=sending.ceiling, endpoint=self._endpoint)
+        row = call.row(**observed, phase=phase, ceiling_cached_tokens=sending.ceiling, endpoint=sending.client.url)
         self._record(row)
         assert exchange.end_ns is not None
         self._lanes.ended(call, exchange.end_ns, row.status)
@@ -254,4 +270,19 @@ class LiveDriver:
     async def _ticking(self) -> None:
         while True:
             self._tick()
+            self._look_for_stall()
             await asyncio.sleep(TICK_S)
+
+    def silent_ns(self) -> int | None:
+        """Time since anything came on any call in flight; None while none is."""
+        if not self._flying:
+            return None
+        for exchange in self._flying:
+            self._last_sign_ns = max(self._last_sign_ns, exchange.last_read_ns or exchange.sent_ns or 0)
+        return self._now() - self._last_sign_ns
+
+    def _look_for_stall(self) -> None:
+        limit = self._settings.stall_ns
+        silent = self.silent_ns() if limit is not None else None
+        if silent is not None and limit is not None and silent >= limit:
+            self.stop("stalled")

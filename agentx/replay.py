@@ -17,19 +17,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from agentx import __version__
 from agentx.call import planned_row
 from agentx.corpus import Corpus, fits
 from agentx.deployment import Deployment
+from agentx.descriptors import make_room
 from agentx.errors import InputError
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor
 from agentx.runs import Run, RunWriter
+from agentx.selfcheck import check_client
 from agentx.sim.driver import SimDriver
 from agentx.sim.model import SimModel
-from agentx.target import LiveTarget, connect
+from agentx.target import LiveTarget, connect, sing
 from agentx.turns import CallRow, SessionTree
 from agentx.units import NS_PER_S
 
@@ -62,6 +66,13 @@ class ReplayOptions:
     strict_context: bool = False
     cache_block: int | None = None
     """The engine's cache unit in tokens where it does not tell it."""
+    stall_ns: int | None = 3600 * NS_PER_S
+    """Live: silence on every call in flight after which the run is ended. Long prompts are silent for long by
+    nature: the seed saw 33 minutes to the first token."""
+    self_check: bool = True
+    """Live: measure the client's own error first."""
+    canary: bool = True
+    """Live: one short call, then several at once, must pass first."""
 
     def lane_settings(self) -> LaneSettings:
         """The part that the lanes need."""
@@ -297,10 +308,14 @@ async def _replay_live(
     )
     try:
         sessions, dropped = context_gate(corpus, options, ready.found.max_model_len, observer)
+        make_room(2 * options.concurrency)  # a lane's subagents have connections of their own
+        budget = await _check_client(corpus, options, observer)
+        if options.canary:
+            await sing(ready)
         nonce = secrets.token_hex(8) if options.cache_bust else SHARED_NONCE
         redact = Redactor(target.secrets())
         manifest = manifest_of(corpus, options, ready.facts(), redact.command(command), nonce)
-        writer = RunWriter(out, {**manifest, "warnings": ready.warnings}, overwrite=overwrite)
+        writer = RunWriter(out, {**manifest, "warnings": ready.warnings, "client_budget": budget}, overwrite=overwrite)
     except BaseException:
         ready.client.close()
         raise
@@ -309,17 +324,19 @@ async def _replay_live(
 
     def tick() -> None:
         observer.tick(ready.client.now_ns(), lanes)
+        if lanes.window is not None and "window" not in writer.manifest:
+            writer.update(window=_window(lanes.window))
         if writer.fault is not None:
             driver.stop("the run can no longer be written")
 
     driver = LiveDriver(
         lanes,
-        ready.client,
+        [ready.client],
         ready.prompts,
         block_maker(corpus, options, nonce),
         CeilingTracker(corpus.block_size, ready.cache_block, ready.prompts.filler.common_tokens),
         record,
-        LiveSettings(options.grace_ns, options.drain),
+        LiveSettings(options.grace_ns, options.drain, options.stall_ns),
         redact=redact,
         tick=tick,
     )
@@ -335,7 +352,18 @@ async def _replay_live(
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+    writer.update(client=driver.watch.facts())
     return _finish(writer, lanes, driver.ended_because, ready.client.now_ns())
+
+
+async def _check_client(corpus: Corpus, options: ReplayOptions, observer: Observer) -> dict[str, Any] | None:
+    """The client's budget with this run's lanes and prompts; None where it is not measured."""
+    if not options.self_check:
+        return None
+    observer.note("measuring the client's own error")
+    input_tokens = int(np.median(corpus.table["input_tokens"].to_numpy()))
+    budget = await check_client(options.concurrency, input_tokens)
+    return None if budget is None else budget.to_json()
 
 
 def _on_signal(driver: LiveDriver, observer: Observer) -> None:
@@ -359,7 +387,10 @@ def _recorder(writer: RunWriter, observer: Observer, dropped: Sequence[CallRow])
 
 
 def _finish(writer: RunWriter, lanes: Lanes, reason: str, at_ns: int) -> Run:
-    window = lanes.window
-    if window is not None:
-        writer.update(window={"start_ns": window[0], "end_ns": window[1]})
+    if lanes.window is not None:
+        writer.update(window=_window(lanes.window))
     return writer.finish({"reason": reason, "at_ns": at_ns})
+
+
+def _window(window: tuple[int, int]) -> dict[str, int]:
+    return {"start_ns": window[0], "end_ns": window[1]}

@@ -1,12 +1,11 @@
 """The report: what a run measured, with its n beside everything, and what is doubtful about it.
 
-A pure function of a run. A doubt is one sentence on why a figure may not mean what it seems to; it
-stands right under the headline, and its `kind` is a word that scripts can look for.
+A pure function of a run. What is doubtful (`agentx.doubts`) stands right under the headline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,33 +13,12 @@ from typing import Any
 import polars as pl
 
 from agentx import metrics, store
+from agentx.doubts import Doubt, client_error, doubts_of
 from agentx.runs import Run, load_run
-from agentx.units import NS_PER_MS, NS_PER_S, format_count, format_duration, format_percent
+from agentx.units import NS_PER_S, format_duration, format_percent
 
 REPORT = "report.json"
 SCHEMA_VERSION = 1
-
-LAG_FLOOR_NS = 10 * NS_PER_MS
-LAG_SHARE = 0.01
-"""A lag is doubtful where its P99 is over this share of the TTFT median, and over the floor: below that it
-moves neither the load nor a response time that anybody could read."""
-LENGTH_SHARE = 0.01
-"""Planned and achieved lengths may differ by this share, in sum or in how many calls."""
-LENGTH_TOKENS = 8
-"""A length within this many tokens of its plan may be off in any number of calls."""
-ERROR_SHARE = 0.01
-CEILING_SHARE = 1.01
-"""A cache hit over this share of the ceiling was not earned by this run's own prompts."""
-FEW_SESSIONS = 10
-"""Turns of one session are alike; under so many sessions one of them moves a median."""
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """One reason not to take the figures at face value."""
-
-    kind: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +26,7 @@ class Report:
     """Everything the report says."""
 
     notice: str | None
-    """What must be read before any figure: that the deployment was simulated."""
+    """What must be read before any figure: that the deployment was simulated, or that the client is too slow."""
     summary: str
     doubts: tuple[Doubt, ...]
     distributions: dict[str, metrics.Summary]
@@ -111,20 +89,10 @@ def make_report(run: Run) -> Report:
     lengths = metrics.lengths(good)
     outcomes = metrics.outcomes(calls)
     facts = facts_of(manifest)
-    doubts = (
-        *_ending_doubts(run, window),
-        *_failure_doubts(run, outcomes),
-        *_sample_doubts(good, distributions),
-        *_usage_doubts(good, cache),
-        *_length_doubts(lengths),
-        *_lag_doubts(lag, distributions["ttft_ns"]),
-        *_deployment_doubts(good, facts),
-        *(Doubt("warning", str(text)) for text in manifest.get("warnings", [])),
-    )
     return Report(
-        notice=_notice(manifest),
+        notice=_notice(manifest, distributions),
         summary=_summary(facts, used, distributions, cache),
-        doubts=doubts,
+        doubts=tuple(doubts_of(run, good, facts, window, distributions, lag, cache, lengths, outcomes)),
         distributions=distributions,
         lag=lag,
         counts=metrics.counts(calls),
@@ -178,10 +146,12 @@ def _latest(calls: pl.DataFrame) -> int | None:
     return None if latest is None else int(latest)
 
 
-def _notice(manifest: Mapping[str, Any]) -> str | None:
+def _notice(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
     deployment = manifest.get("deployment", {})
+    if deployment.get("engine") == "agentx":
+        return f"Simulated deployment served at {deployment.get('name')}: no hardware was measured"
     if deployment.get("kind") != "sim":
-        return None
+        return client_error(manifest, found)
     return f"Simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
 
 
@@ -210,7 +180,7 @@ FACTS = {
     ),
     "settings": (
         "concurrency", "duration_ns", "grace_ns", "drain", "ramp_ns", "start_window", "think_cap_ns", "idle_cap_ns",
-        "cache_bust", "max_context",
+        "cache_bust", "max_context", "plays", "stall_ns",
     ),
 }  # fmt: skip
 """What of the manifest makes a run comparable with another, by section."""
@@ -231,6 +201,8 @@ def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "agentx_version": manifest.get("agentx_version"),
         "host": manifest.get("host"),
         "clock": manifest.get("clock"),
+        "client_budget": manifest.get("client_budget"),
+        "client": manifest.get("client"),
         "started_at": manifest.get("started_at"),
         "ended": manifest.get("ended"),
     }
@@ -254,158 +226,3 @@ def _row(
         "active_total_tok_s": used.active_total_tok_s if used else None,
         "cache_hit": cache.hit,
     }
-
-
-# The doubts
-
-
-def _ending_doubts(run: Run, window: tuple[int, int] | None) -> Iterator[Doubt]:
-    reason = (run.manifest.get("ended") or {}).get("reason")
-    if reason == "killed":
-        yield Doubt(
-            "killed",
-            "The run was killed: up to 2 s before the kill are missing, and calls on their way count as cancelled.",
-        )
-    elif reason == "interrupted":
-        yield Doubt(
-            "interrupted",
-            "The run was interrupted: its window is shorter than asked for, and ends with the calls in flight.",
-        )
-    elif reason not in (None, "window"):
-        yield Doubt("ended_early", f"The run ended early: {reason}.")
-    elif not run.complete:
-        yield Doubt("not_closed", "The run could not be closed in order: it is read from its journal.")
-    if window is None:
-        yield Doubt("no_window", "No call was sent inside a measured window: warm-up never ended, or nothing was sent.")
-
-
-def _failure_doubts(run: Run, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
-    rate, cut = outcomes.error_rate, outcomes.cut_share
-    if rate is not None and rate > ERROR_SHARE:
-        yield Doubt(
-            "errors",
-            f"{format_percent(rate)} of the calls failed ({outcomes.failed:,} of {outcomes.ok + outcomes.failed:,}): "
-            "latencies are those of the calls that did not.",
-        )
-    if outcomes.overflow:
-        yield Doubt(
-            "overflow",
-            f"The server refused {outcomes.overflow:,} of {outcomes.sent:,} calls for their context length: the rest "
-            "of their sessions was not played.",
-        )
-    moved = [name.upper() for name, q in metrics.QUANTILES.items() if cut and cut >= 1 - q]
-    if cut and moved:
-        ended = (run.manifest.get("ended") or {}).get("reason")
-        hint = " (--drain or a longer --grace keeps them)" if ended == "window" else ""
-        yield Doubt(
-            "cut_off",
-            f"{outcomes.cancelled:,} of {outcomes.sent:,} calls were still running at the end and were cut: the "
-            f"longest are missing, so {_listed(moved)} may read too low{hint}.",
-        )
-    dropped = run.calls.filter(pl.col("error_kind") == "context_gate")
-    if dropped.height:
-        yield Doubt(
-            "context_gate",
-            f"{dropped['root_session_id'].n_unique():,} sessions ({dropped.height:,} turns) do not fit the context "
-            "window and were left out.",
-        )
-
-
-def _sample_doubts(good: pl.DataFrame, found: dict[str, metrics.Summary]) -> Iterator[Doubt]:
-    if good.height == 0:
-        yield Doubt("no_calls", "No call that was sent inside the window completed: there is no latency to report.")
-        return
-    few = []
-    for name, key in (("TTFT", "ttft_ns"), ("ITL", "itl_ns")):
-        missing = found[key].missing()
-        if missing:
-            needs = [f"{name.upper()} needs {metrics.needed(metrics.QUANTILES[name])}" for name in missing]
-            few.append(f"{name} has n {found[key].n:,} ({', '.join(needs)})")
-    if few:
-        yield Doubt("few_samples", f"Too few samples for some percentiles: {'; '.join(few)}.")
-    sessions = good["root_session_id"].n_unique()
-    if sessions < FEW_SESSIONS:
-        yield Doubt(
-            "few_sessions",
-            f"The calls come from {_several(sessions, 'session')} only: turns of one session are alike, so n says "
-            "more than it holds.",
-        )
-    silent = good["first_token_ns"].null_count()
-    if silent:
-        yield Doubt("no_first_token", f"{silent:,} of {good.height:,} calls completed without a visible first token.")
-
-
-def _usage_doubts(good: pl.DataFrame, cache: metrics.CacheUse) -> Iterator[Doubt]:
-    n = good.height
-    if n == 0:
-        return
-    silent = max(good[name].null_count() for name in ("completion_tokens", "prompt_tokens"))
-    if silent:
-        yield Doubt(
-            "usage_missing",
-            f"{silent:,} of {n:,} calls report no usage: they are missing from token counts and ITL"
-            f"{', and token rates are unknown' if silent > (1 - metrics.COVERAGE) * n else ''} (does the server take "
-            "stream_options.include_usage?).",
-        )
-    if cache.n_reporting + cache.n_invalid == 0:
-        yield Doubt("cache_unknown", "The server reports no cached tokens: the cache hit is unknown, not 0.")
-    elif cache.n_reporting + cache.n_invalid < n:
-        yield Doubt(
-            "cache_coverage",
-            f"Only {cache.n_reporting:,} of {n:,} calls report cached tokens ({format_percent(cache.coverage)}): the "
-            "cache hit is over those.",
-        )
-    if cache.n_invalid:
-        yield Doubt(
-            "cache_invalid",
-            f"{cache.n_invalid:,} of {n:,} calls report more cached than prompt tokens: the cache hit leaves them out.",
-        )
-    if cache.efficiency is not None and cache.efficiency > CEILING_SHARE:
-        yield Doubt(
-            "over_ceiling",
-            f"The cache hit is {format_percent(cache.efficiency)} of its ceiling: the server held prompts from before "
-            "this run, or its cache unit is smaller than assumed.",
-        )
-
-
-def _length_doubts(lengths: dict[str, metrics.Lengths]) -> Iterator[Doubt]:
-    for name, of in lengths.items():
-        apart = abs(of.achieved - of.planned) > LENGTH_SHARE * of.planned
-        many = of.n_off > LENGTH_SHARE * of.n and of.worst > LENGTH_TOKENS
-        if apart or many:
-            yield Doubt(
-                f"{name}_length",
-                f"Planned and achieved {name} differ in {of.n_off:,} of {of.n:,} calls, by up to {of.worst:,} tokens: "
-                f"{format_count(of.planned)} planned, {format_count(of.achieved)} achieved.",
-            )
-
-
-def _lag_doubts(lag: metrics.Summary, ttft: metrics.Summary) -> Iterator[Doubt]:
-    name, worst = ("P99", lag.p99) if lag.p99 is not None else ("max", lag.max)
-    if worst is not None and ttft.p50 is not None and worst > max(LAG_FLOOR_NS, LAG_SHARE * ttft.p50):
-        yield Doubt(
-            "lag",
-            f"The client sent late: lag {name} {format_duration(worst)} (n {lag.n:,}) against a TTFT median of "
-            f"{format_duration(ttft.p50)}.",
-        )
-
-
-def _deployment_doubts(good: pl.DataFrame, facts: dict[str, Any]) -> Iterator[Doubt]:
-    if facts["prompt_exact"] is False:
-        yield Doubt(
-            "prompt_inexact", "Prompts are not exact to the token: the tokenizer is not known (give --tokenizer)."
-        )
-    others = sorted(set(good["response_model"].drop_nulls().unique()) - {facts["model"]})
-    if others and facts["model"] is not None:
-        yield Doubt("model", f"The model asked for is {facts['model']}, the answers name {_listed(others)}.")
-    if facts["tls_insecure"]:
-        yield Doubt("tls_insecure", "Certificates were not checked: who answered is not proven.")
-
-
-def _listed(names: list[str]) -> str:
-    """`a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _several(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import ssl
@@ -20,6 +21,8 @@ from agentx.http import HttpClient, Limits
 from agentx.prompts import Extras, Filler, PromptBuilder
 from agentx.redact import Redactor
 
+CANARIES = 8
+"""Short calls at once that must pass before a run: some deployments break for concurrent calls only."""
 PROBE_TOKENS = 64
 """Filler tokens of the probe call."""
 ATTEMPTS = (
@@ -180,13 +183,12 @@ async def _probe(
 
     Everything is asked for; where the server refuses, less is asked for.
     """
-    keys = np.array([secrets.randbits(64)], dtype=np.uint64)  # no earlier run's prompt
     first: dict[str, Any] = {}
     for extras in ATTEMPTS:
         prompts = PromptBuilder(
             filler, model=found.model, endpoint=target.endpoint, block_size=PROBE_TOKENS, extras=extras
         )
-        seen = await probe(client, prompts.path, prompts.request(keys, PROBE_TOKENS, 1))
+        seen = await _short_call(client, prompts)
         first = first or seen
         if seen["http_status"] not in (400, 422):
             break
@@ -201,3 +203,29 @@ async def _probe(
     if seen["prompt_tokens"] is None:
         found.warnings.append("the server reports no usage in streams: tokens and cache hits stay unknown")
     return extras, seen["prompt_tokens"]
+
+
+async def _short_call(client: HttpClient, prompts: PromptBuilder) -> dict[str, Any]:
+    """The observed columns of a call of one token, with a prompt that no earlier run used."""
+    keys = np.array([secrets.randbits(64)], dtype=np.uint64)
+    return await probe(client, prompts.path, prompts.request(keys, PROBE_TOKENS, 1))
+
+
+async def sing(ready: Ready) -> None:
+    """Send one short call, then several at once: the canary of a run.
+
+    Raises DeploymentError where one fails, and where one passes but several do not (the seed's
+    operational note: a fabric that lost a wave of transfers still serves single requests).
+    """
+    alone = await _short_call(ready.client, ready.prompts)
+    if alone["status"] not in ("ok", "empty"):
+        what = alone["error_message"] or alone["error_kind"] or alone["status"]
+        raise DeploymentError(f"the canary call failed: {what}", "look at the server's log, or relaunch the serve")
+    together = await asyncio.gather(*(_short_call(ready.client, ready.prompts) for _ in range(CANARIES)))
+    failed = [call for call in together if call["status"] not in ("ok", "empty")]
+    if failed:
+        what = failed[0]["error_message"] or failed[0]["error_kind"] or failed[0]["status"]
+        raise DeploymentError(
+            f"one call passes, {len(failed)} of {CANARIES} at once fail ({what}): concurrent transfers broken",
+            "relaunch the serve: it may be left like this by a wave that was killed",
+        )

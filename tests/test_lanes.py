@@ -43,6 +43,7 @@ class Replay:
     def run(self) -> Replay:
         lanes = Lanes(self.sessions, self.lanes_settings, self.skipped.append)
         self.lanes = lanes
+        lanes.begin(0)
         running: list[tuple[int, int, Call]] = []
         now = 0
         while not lanes.finished:

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "agentx"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "clock", "rng", "resources", "redact"),
+    ("errors", "units", "clock", "rng", "resources", "redact", "echo", "watch", "descriptors"),
     ("yaml12", "turns", "store"),
     ("profile", "deployment", "corpus", "reference", "hashing", "digests", "prefix"),
     ("generate", "axes"),
@@ -19,7 +19,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lanes", "http"),
     ("answers",),
     ("live", "discover"),
+    ("selfcheck",),
     ("runs", "metrics"),
+    ("doubts",),
     ("report",),
     ("sim", "engines"),
     ("target",),

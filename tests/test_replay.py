@@ -236,7 +236,20 @@ def test_the_served_simulation_is_replayed_live(tmp_path: Path) -> None:
 
 
 def start_replay(url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
-    words = ["replay", "--profile", "small", "--url", url, "--start", "none", "-o", "r", *more]
+    words = [
+        "replay",
+        "--profile",
+        "small",
+        "--url",
+        url,
+        "--start",
+        "none",
+        "--no-self-check",
+        "--no-canary",
+        "-o",
+        "r",
+        *more,
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "agentx", *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 def build_app() -> typer.Typer:
     """The typer application with every command registered."""
-    from agentx.cli import gate, generate, replay, report, serve
+    from agentx.cli import doctor, gate, generate, replay, report, serve
 
     app = typer.Typer(
         name="agentx",
@@ -29,7 +29,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in (generate, gate, replay, report, serve):
+    for module in (generate, gate, replay, report, doctor, serve):
         module.register(app)
 
     @app.callback()

@@ -113,6 +113,15 @@ def replay(
     total_timeout: Annotated[str | None, option(help="Limit of a whole call.", default="none", panel=TARGET)] = None,
     grace: Annotated[str, option(help="Time calls in flight get after the window.", panel=ENDING)] = "30s",
     drain: Annotated[bool, option("--drain", help="Wait for all calls in flight instead.", panel=ENDING)] = False,
+    stall: Annotated[
+        str, option(help="Silence of all calls in flight that ends the run as stalled; or none.", panel=ENDING)
+    ] = "60m",
+    no_self_check: Annotated[
+        bool, option("--no-self-check", help="Do not measure the client's own error first.", panel=TARGET)
+    ] = False,
+    no_canary: Annotated[
+        bool, option("--no-canary", help="Do not try one call, then 8 at once, first.", panel=TARGET)
+    ] = False,
     as_json: Annotated[bool, option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Replay a corpus on lanes and report TTFT, ITL and cache hits.
@@ -148,6 +157,9 @@ def replay(
         max_context=max_context,
         strict_context=strict_context,
         cache_block=cache_block,
+        stall_ns=None if stall == "none" else parse_duration_ns(stall, "--stall"),
+        self_check=not no_self_check,
+        canary=not no_canary,
     )
     folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if sim is not None:
@@ -253,7 +265,7 @@ def _conclude(run: Run, as_json: bool) -> None:
     sys.stderr.write(f"run saved in {run.folder}\n")
     if run.manifest["ended"]["reason"] == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-    if report.distributions["e2e_ns"].n == 0:
+    if run.manifest["ended"]["reason"] == "stalled" or report.distributions["e2e_ns"].n == 0:
         raise typer.Exit(EXIT_DEPLOYMENT)
 
 

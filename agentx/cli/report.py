@@ -244,4 +244,13 @@ def _client(facts: Mapping[str, Any]) -> str:
         f"clock steps of {clock.get('resolution_ns', '-')} ns",
         f"started {facts['started_at'] or '-'}",
     ]
+    budget, stall = facts["client_budget"], (facts["client"] or {}).get("loop_stall_ns") or {}
+    if budget:
+        parts.append(
+            f"own error of TTFT {format_duration(budget['ttft_bias_ns'])}, P99 {format_duration(budget['ttft_p99_ns'])}, "
+            f"of ITL {format_duration(budget['itl_bias_ns'])}, P99 {format_duration(budget['itl_p99_ns'])} "
+            f"(n {budget['n']:,})"
+        )
+    if stall.get("n"):
+        parts.append(f"loop stalls P99 {format_duration(stall['p99'])}, worst {format_duration(stall['max'])}")
     return ", ".join(parts)

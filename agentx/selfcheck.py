@@ -1,0 +1,154 @@
+"""The client's own error: lanes against a deployment that says when it sent each event.
+
+The run's own lanes, client and parser replay short calls against the echo deployment in another
+process of this machine. What the client stamps minus what the echo says is the error of a figure:
+its median is a bias, its P99 a budget. Two seconds before the window tell what two seconds can: how
+this client does on this machine with this many lanes and prompts of this size, now.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentx.answers import Answer
+from agentx.echo import running_echo
+from agentx.endpoint import Endpoint
+from agentx.http import Exchange, HttpClient
+from agentx.lanes import Lanes, LaneSettings
+from agentx.live import LiveDriver, LiveSettings
+from agentx.prefix import CeilingTracker, PlayBlocks
+from agentx.prompts import Filler, PromptBuilder
+from agentx.redact import Redactor
+from agentx.sse import StreamFacts
+from agentx.tokens import common_words
+from agentx.turns import ROOT, SessionTree, Stream
+from agentx.units import NS_PER_S
+
+CHECK_NS = 2 * NS_PER_S
+TTFT_US = 50_000
+ITL_US = 20_000
+TOKENS = 16
+"""A call of the check takes 350 ms: enough of them fit into two seconds, and none is back to back."""
+BLOCK = 64
+TURNS = 100
+
+_STAMP = re.compile(rb'"sent_ns":"(\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBudget:
+    """The error of this client's TTFT and ITL, in nanoseconds."""
+
+    n: int
+    """Calls that were compared."""
+    lanes: int
+    input_tokens: int
+    ttft_bias_ns: float
+    """Median error."""
+    ttft_p99_ns: float
+    itl_bias_ns: float
+    itl_p99_ns: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Compared:
+    """Arrivals by our clock and sending times by the echo's."""
+
+    origin_ns: int
+    ttft: list[int]
+    itl: list[float]
+
+    def add(self, facts: StreamFacts, sent: list[int]) -> None:
+        came = [chunk + self.origin_ns for chunk in facts.chunk_ns]
+        if len(came) != len(sent) or len(came) < 2:
+            return
+        self.ttft.append(came[0] - sent[0])
+        self.itl.append(((came[-1] - came[0]) - (sent[-1] - sent[0])) / (len(came) - 1))
+
+
+class _StampedAnswer(Answer):
+    """An answer that also keeps what the echo says of its events."""
+
+    def __init__(self, compared: _Compared) -> None:
+        super().__init__()
+        self._compared = compared
+        self._sent: list[int] = []
+
+    def take(self, exchange: Exchange) -> None:
+        self._sent += [int(stamp) for _, data in exchange.reads for stamp in _STAMP.findall(data)]
+        super().take(exchange)
+
+    def finish(self, exchange: Exchange) -> StreamFacts:
+        facts = super().finish(exchange)
+        if exchange.error_kind is None:
+            self._compared.add(facts, self._sent)
+        return facts
+
+
+async def check_client(lanes: int, input_tokens: int, check_ns: int = CHECK_NS) -> ClientBudget | None:
+    """The budget of this client with so many lanes and prompts of this length; None where no call completed.
+
+    Raises DeploymentError where the echo deployment cannot be started.
+    """
+    with running_echo() as url:
+        origin = time.monotonic_ns()
+        compared = _Compared(origin, [], [])
+        client = HttpClient(Endpoint.parse(f"{url}/echo/{TTFT_US}/{ITL_US}"), lambda: time.monotonic_ns() - origin)
+        driver = LiveDriver(
+            Lanes(_sessions(input_tokens), LaneSettings(lanes, check_ns, 0, ramp_ns=check_ns // 4), lambda row: None),
+            [client],
+            PromptBuilder(Filler(common_words()), model="echo", endpoint="chat", block_size=BLOCK),
+            lambda tree, play: PlayBlocks(tree, play, block_size=BLOCK, scope="local", nonce="check", cache_bust=True),
+            CeilingTracker(BLOCK, BLOCK),
+            lambda row: None,
+            LiveSettings(grace_ns=NS_PER_S),
+            redact=Redactor(),
+            answer=lambda: _StampedAnswer(compared),
+        )
+        await driver.run()
+    return _budget(compared, lanes, input_tokens)
+
+
+def _sessions(input_tokens: int) -> list[SessionTree]:
+    """One long session; every lane plays it."""
+    blocks = -(-input_tokens // BLOCK)
+    ids: npt.NDArray[np.uint64] = np.arange(blocks, dtype=np.uint64)
+    none: npt.NDArray[np.uint64] = ids[:0]
+    stream = Stream(
+        "check",
+        ROOT,
+        ROOT,
+        ROOT,
+        think_ns=[0] * TURNS,
+        input_tokens=[input_tokens] * TURNS,
+        output_tokens=[TOKENS] * TURNS,
+        models=["echo"] * TURNS,
+        keep_blocks=[0] + [blocks] * (TURNS - 1),
+        new_ids=[ids] + [none] * (TURNS - 1),
+    )
+    return [SessionTree("check", 0, (stream,))]
+
+
+def _budget(compared: _Compared, lanes: int, input_tokens: int) -> ClientBudget | None:
+    if not compared.ttft:
+        return None
+    ttft, itl = np.array(compared.ttft, dtype=np.float64), np.array(compared.itl)
+    return ClientBudget(
+        n=len(ttft),
+        lanes=lanes,
+        input_tokens=input_tokens,
+        ttft_bias_ns=float(np.median(ttft)),
+        ttft_p99_ns=float(np.percentile(np.abs(ttft), 99)),
+        itl_bias_ns=float(np.median(itl)),
+        itl_p99_ns=float(np.percentile(np.abs(itl), 99)),
+    )

@@ -247,9 +247,9 @@ def _client(facts: Mapping[str, Any]) -> str:
     budget, stall = facts["client_budget"], (facts["client"] or {}).get("loop_stall_ns") or {}
     if budget:
         parts.append(
-            f"own error of TTFT {format_duration(budget['ttft_bias_ns'])}, P99 {format_duration(budget['ttft_p99_ns'])}, "
-            f"of ITL {format_duration(budget['itl_bias_ns'])}, P99 {format_duration(budget['itl_p99_ns'])} "
-            f"(n {budget['n']:,})"
+            f"own error of TTFT {format_duration(budget['ttft_bias_ns'])}, "
+            f"P99 {format_duration(budget['ttft_p99_ns'])}, of ITL {format_duration(budget['itl_bias_ns'])}, "
+            f"P99 {format_duration(budget['itl_p99_ns'])} (n {budget['n']:,})"
         )
     if stall.get("n"):
         parts.append(f"loop stalls P99 {format_duration(stall['p99'])}, worst {format_duration(stall['max'])}")

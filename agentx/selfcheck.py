@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from agentx.prompts import Filler, PromptBuilder
 from agentx.redact import Redactor
 from agentx.sse import StreamFacts
 from agentx.tokens import common_words
-from agentx.turns import ROOT, SessionTree, Stream
+from agentx.turns import ROOT, CallRow, SessionTree, Stream
 from agentx.units import NS_PER_S
 
 CHECK_NS = 2 * NS_PER_S
@@ -61,25 +62,41 @@ class ClientBudget:
 
 
 @dataclass(slots=True)
-class _Compared:
-    """Arrivals by our clock and sending times by the echo's."""
+class Compared:
+    """Arrivals by our clock against sending times by the echo's, call by call."""
 
     origin_ns: int
-    ttft: list[int]
-    itl: list[float]
+    ttft: list[int] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
 
     def add(self, facts: StreamFacts, sent: list[int]) -> None:
+        """Compare one call; one of another number of events than were sent is not."""
         came = [chunk + self.origin_ns for chunk in facts.chunk_ns]
         if len(came) != len(sent) or len(came) < 2:
             return
         self.ttft.append(came[0] - sent[0])
         self.itl.append(((came[-1] - came[0]) - (sent[-1] - sent[0])) / (len(came) - 1))
 
+    def budget(self, load: EchoLoad) -> ClientBudget | None:
+        """The errors in a few numbers; None where nothing was compared."""
+        if not self.ttft:
+            return None
+        ttft, itl = np.array(self.ttft, dtype=np.float64), np.array(self.itl)
+        return ClientBudget(
+            n=len(ttft),
+            lanes=load.lanes,
+            input_tokens=load.input_tokens,
+            ttft_bias_ns=float(np.median(ttft)),
+            ttft_p99_ns=float(np.percentile(np.abs(ttft), 99)),
+            itl_bias_ns=float(np.median(itl)),
+            itl_p99_ns=float(np.percentile(np.abs(itl), 99)),
+        )
+
 
 class _StampedAnswer(Answer):
     """An answer that also keeps what the echo says of its events."""
 
-    def __init__(self, compared: _Compared) -> None:
+    def __init__(self, compared: Compared) -> None:
         super().__init__()
         self._compared = compared
         self._sent: list[int] = []
@@ -95,31 +112,48 @@ class _StampedAnswer(Answer):
         return facts
 
 
+@dataclass(frozen=True, slots=True)
+class EchoLoad:
+    """Lanes that send calls of one shape to an echo deployment, back to back."""
+
+    lanes: int
+    input_tokens: int
+    output_tokens: int
+    ttft_us: int
+    itl_us: int
+    duration_ns: int
+
+    def driver(self, url: str, record: Callable[[CallRow], None], compared: Compared | None = None) -> LiveDriver:
+        """The live driver of this load against the echo at `url`; errors go to `compared`."""
+        origin = time.monotonic_ns() if compared is None else compared.origin_ns
+        endpoint = Endpoint.parse(f"{url}/echo/{self.ttft_us}/{self.itl_us}")
+        settings = LaneSettings(self.lanes, self.duration_ns, 0, ramp_ns=self.duration_ns // 4)
+        return LiveDriver(
+            Lanes(_sessions(self.input_tokens, self.output_tokens), settings, record),
+            [HttpClient(endpoint, lambda: time.monotonic_ns() - origin)],
+            PromptBuilder(Filler(common_words()), model="echo", endpoint="chat", block_size=BLOCK),
+            lambda tree, play: PlayBlocks(tree, play, block_size=BLOCK, scope="local", nonce="check", cache_bust=True),
+            CeilingTracker(BLOCK, BLOCK),
+            record,
+            LiveSettings(grace_ns=NS_PER_S),
+            redact=Redactor(),
+            answer=Answer if compared is None else lambda: _StampedAnswer(compared),
+        )
+
+
 async def check_client(lanes: int, input_tokens: int, check_ns: int = CHECK_NS) -> ClientBudget | None:
     """The budget of this client with so many lanes and prompts of this length; None where no call completed.
 
     Raises DeploymentError where the echo deployment cannot be started.
     """
+    load = EchoLoad(lanes, input_tokens, TOKENS, TTFT_US, ITL_US, check_ns)
     with running_echo() as url:
-        origin = time.monotonic_ns()
-        compared = _Compared(origin, [], [])
-        client = HttpClient(Endpoint.parse(f"{url}/echo/{TTFT_US}/{ITL_US}"), lambda: time.monotonic_ns() - origin)
-        driver = LiveDriver(
-            Lanes(_sessions(input_tokens), LaneSettings(lanes, check_ns, 0, ramp_ns=check_ns // 4), lambda row: None),
-            [client],
-            PromptBuilder(Filler(common_words()), model="echo", endpoint="chat", block_size=BLOCK),
-            lambda tree, play: PlayBlocks(tree, play, block_size=BLOCK, scope="local", nonce="check", cache_bust=True),
-            CeilingTracker(BLOCK, BLOCK),
-            lambda row: None,
-            LiveSettings(grace_ns=NS_PER_S),
-            redact=Redactor(),
-            answer=lambda: _StampedAnswer(compared),
-        )
-        await driver.run()
-    return _budget(compared, lanes, input_tokens)
+        compared = Compared(time.monotonic_ns())
+        await load.driver(url, lambda row: None, compared).run()
+    return compared.budget(load)
 
 
-def _sessions(input_tokens: int) -> list[SessionTree]:
+def _sessions(input_tokens: int, output_tokens: int) -> list[SessionTree]:
     """One long session; every lane plays it."""
     blocks = -(-input_tokens // BLOCK)
     ids: npt.NDArray[np.uint64] = np.arange(blocks, dtype=np.uint64)
@@ -131,24 +165,9 @@ def _sessions(input_tokens: int) -> list[SessionTree]:
         ROOT,
         think_ns=[0] * TURNS,
         input_tokens=[input_tokens] * TURNS,
-        output_tokens=[TOKENS] * TURNS,
+        output_tokens=[output_tokens] * TURNS,
         models=["echo"] * TURNS,
         keep_blocks=[0] + [blocks] * (TURNS - 1),
         new_ids=[ids] + [none] * (TURNS - 1),
     )
     return [SessionTree("check", 0, (stream,))]
-
-
-def _budget(compared: _Compared, lanes: int, input_tokens: int) -> ClientBudget | None:
-    if not compared.ttft:
-        return None
-    ttft, itl = np.array(compared.ttft, dtype=np.float64), np.array(compared.itl)
-    return ClientBudget(
-        n=len(ttft),
-        lanes=lanes,
-        input_tokens=input_tokens,
-        ttft_bias_ns=float(np.median(ttft)),
-        ttft_p99_ns=float(np.percentile(np.abs(ttft), 99)),
-        itl_bias_ns=float(np.median(itl)),
-        itl_p99_ns=float(np.percentile(np.abs(itl), 99)),
-    )

@@ -99,3 +99,10 @@ def test_descriptors_are_raised_or_refused_with_both_numbers() -> None:
             make_room(too_many)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_transport_benchmark_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "transport.py"), "--quick"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert len(done.stdout.splitlines()) == 9
+    assert "no call completed" not in done.stdout

@@ -289,10 +289,12 @@ class HttpClient:
         self._sweeper: asyncio.TimerHandle | None = None
         self._fixed = self._fixed_headers(headers or {})
 
-    def request(self, path: str, body: bytes, on_end: Callable[[Exchange], None], method: str = "POST") -> Exchange:
-        """A request of `path` (under the endpoint's prefix), not yet sent."""
+    def request(
+        self, path: str, body: bytes, on_end: Callable[[Exchange], None], method: str = "POST", extra: str = ""
+    ) -> Exchange:
+        """A request of `path` (under the endpoint's prefix), not yet sent; `extra` are whole header lines."""
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
-        head = f"{method} {self.endpoint.prefix}{path} HTTP/1.1\r\n{self._fixed}{length}\r\n"
+        head = f"{method} {self.endpoint.prefix}{path} HTTP/1.1\r\n{self._fixed}{extra}{length}\r\n"
         return Exchange(head.encode("latin-1"), body, on_end)
 
     def send(self, exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentx.answers import Answer, observe
 from agentx.call import Call
@@ -28,6 +28,9 @@ LEAD_NS = 25 * NS_PER_MS
 """How long before its due time a call is taken and its prompt built."""
 COARSE_NS = int(1.5 * NS_PER_MS)
 """Below this distance a timer would overshoot: the loop's timers have millisecond steps."""
+MOST_ATTEMPTS = 10
+"""Attempts of one call where it is sent again at all."""
+LONGEST_RETRY_NS = 60 * NS_PER_S
 TICK_S = 0.25
 """Period of the progress display."""
 
@@ -51,6 +54,8 @@ class LiveSettings:
     """How long calls in flight at the window's end may still run before they are cut."""
     drain: bool = False
     """Wait for all of them instead, however long they take."""
+    retry: frozenset[int] = frozenset()
+    """HTTP statuses after which a call is sent again; its latency counts from the first attempt."""
     stall_ns: int | None = None
     """How long calls may be in flight without a byte on any of them before the run is ended as stalled."""
 
@@ -66,7 +71,14 @@ class _Sending:
     keys: BlockIds
     last_tokens: int
     salt: int
+    body: bytes
     ceiling: int | None = None
+    attempts: int = 0
+    """Attempts before this one."""
+    first_sent_ns: int | None = None
+    """When the first attempt was sent, where this is another."""
+    refusal: dict[str, Any] | None = None
+    """What the attempt before saw."""
 
 
 class LiveDriver:
@@ -85,6 +97,7 @@ class LiveDriver:
         redact: Redactor,
         tick: Callable[[], None] = lambda: None,
         answer: Callable[[], Answer] = Answer,
+        extra_headers: Callable[[Call], str] = lambda call: "",
     ) -> None:
         """`clients` share one clock; a lane sends to one of them, so a session stays where it began.
 
@@ -100,6 +113,7 @@ class LiveDriver:
         self._redact = redact
         self._tick = tick
         self._answer = answer
+        self._extra_headers = extra_headers
         self._now = clients[0].now_ns
         self._loop = asyncio.get_running_loop()
         self._ready: list[tuple[int, int, _Sending]] = []
@@ -230,8 +244,11 @@ class LiveDriver:
         """Calls that were prepared but are not sent any more."""
         ready, self._ready = self._ready, []
         for _, _, sending in sorted(ready, key=lambda entry: entry[:2]):
-            self._record(sending.call.row("skipped", error_kind=reason))
-            self._lanes.ended(sending.call, self._now(), "skipped")
+            row = sending.call.row("skipped", error_kind=reason)
+            if sending.refusal is not None:
+                row = self._row(sending, sending.refusal)
+            self._record(row)
+            self._lanes.ended(sending.call, self._now(), row.status)
 
     # One call
 
@@ -240,32 +257,71 @@ class LiveDriver:
         keys, last_tokens = blocks.turn(call.stream, call.turn)
         body = self._prompts.body(keys, last_tokens, call.output_tokens)
         client = self._clients[call.lane % len(self._clients)]
-        exchange = client.request(self._prompts.path, body, self._ended)
-        sending = _Sending(call, client, exchange, self._answer(), keys, last_tokens, blocks.salt)
-        exchange.on_backlog = sending.answer.take
+        exchange, answer = self._exchange(client, call, body)
+        sending = _Sending(call, client, exchange, answer, keys, last_tokens, blocks.salt, body)
+        self._queue(call.due_ns, sending)
+
+    def _exchange(self, client: HttpClient, call: Call, body: bytes) -> tuple[Exchange, Answer]:
+        answer = self._answer()
+        exchange = client.request(self._prompts.path, body, self._ended, extra=self._extra_headers(call))
+        exchange.on_backlog = answer.take
+        return exchange, answer
+
+    def _queue(self, due_ns: int, sending: _Sending) -> None:
         self._taken += 1
-        heapq.heappush(self._ready, (call.due_ns, self._taken, sending))
+        heapq.heappush(self._ready, (due_ns, self._taken, sending))
 
     def _send(self, sending: _Sending) -> None:
-        sending.ceiling = self._ceilings.observe(sending.salt, sending.keys, sending.last_tokens)
+        if sending.ceiling is None:
+            sending.ceiling = self._ceilings.observe(sending.salt, sending.keys, sending.last_tokens)
         self._flying[sending.exchange] = sending
         sending.client.send(sending.exchange)
+
+    def _sends_again(self, sending: _Sending) -> bool:
+        """Queue another attempt of a call that was refused for now; False where the refusal stands."""
+        exchange, window = sending.exchange, self._lanes.window
+        if exchange.status not in self._settings.retry or sending.attempts + 1 >= MOST_ATTEMPTS:
+            return False
+        due_ns = self._now() + retry_after_ns(exchange, sending.attempts)
+        if self.ended_because != "window" or (window is not None and due_ns >= window[1]):
+            return False
+        if sending.first_sent_ns is None:
+            sending.first_sent_ns = exchange.sent_ns
+        sending.refusal = observe(exchange, sending.answer)
+        sending.attempts += exchange.attempts
+        sending.exchange, sending.answer = self._exchange(sending.client, sending.call, sending.body)
+        self._queue(due_ns, sending)
+        return True
 
     def _ended(self, exchange: Exchange) -> None:
         sending = self._flying.pop(exchange)
         self._last_sign_ns = max(self._last_sign_ns, exchange.end_ns or 0)
-        call = sending.call
-        observed = observe(exchange, sending.answer)
-        if observed["error_message"] is not None:
-            observed["error_message"] = self._redact(observed["error_message"])
-        window = self._lanes.window
-        late = window is not None and exchange.end_ns is not None and exchange.end_ns > window[1]
-        phase = "drain" if call.phase == "measure" and late else call.phase
-        row = call.row(**observed, phase=phase, ceiling_cached_tokens=sending.ceiling, endpoint=sending.client.url)
+        if self._sends_again(sending):
+            self._pump_soon()
+            return
+        row = self._row(sending, observe(exchange, sending.answer))
         self._record(row)
         assert exchange.end_ns is not None
-        self._lanes.ended(call, exchange.end_ns, row.status)
+        self._lanes.ended(sending.call, exchange.end_ns, row.status)
         self._pump_soon()
+
+    def _row(self, sending: _Sending, observed: dict[str, Any]) -> CallRow:
+        """The row of a call that has ended with what its last attempt saw."""
+        window, end_ns = self._lanes.window, observed["end_ns"]
+        late = window is not None and end_ns is not None and end_ns > window[1]
+        columns = {
+            **observed,
+            "last_sent_ns": observed["sent_ns"],
+            "phase": "drain" if sending.call.phase == "measure" and late else sending.call.phase,
+            "ceiling_cached_tokens": sending.ceiling,
+            "endpoint": sending.client.url,
+        }
+        if observed["error_message"] is not None:
+            columns["error_message"] = self._redact(observed["error_message"])
+        if sending.first_sent_ns is not None:
+            columns["sent_ns"] = sending.first_sent_ns
+            columns["attempts"] += sending.attempts
+        return sending.call.row(**columns)
 
     async def _ticking(self) -> None:
         while True:
@@ -286,3 +342,10 @@ class LiveDriver:
         silent = self.silent_ns() if limit is not None else None
         if silent is not None and limit is not None and silent >= limit:
             self.stop("stalled")
+
+
+def retry_after_ns(exchange: Exchange, attempts: int) -> int:
+    """How long to wait before the next attempt: what the server asked for, else 1, 2, 4 … s; at most a minute."""
+    asked = exchange.headers.get("retry-after", "")
+    seconds = float(asked) if asked.isascii() and asked.isdigit() else float(2 ** min(attempts, 6))
+    return min(int(seconds * NS_PER_S), LONGEST_RETRY_NS)

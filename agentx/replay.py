@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -257,14 +258,15 @@ def replay_sim(
     def interrupt(number: int, frame: object) -> None:
         driver.interrupted = True
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, interrupt) if _in_main_thread() else None
     try:
         driver.run()
     except BaseException:
         writer.abandon()
         raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
     return _finish(writer, lanes, "interrupted" if driver.interrupted else "window", driver.now_ns)
 
 
@@ -317,13 +319,14 @@ async def _replay_live(
         manifest = manifest_of(corpus, options, ready.facts(), redact.command(command), nonce)
         writer = RunWriter(out, {**manifest, "warnings": ready.warnings, "client_budget": budget}, overwrite=overwrite)
     except BaseException:
-        ready.client.close()
+        for client in ready.clients:
+            client.close()
         raise
     record = _recorder(writer, observer, dropped)
     lanes = Lanes(sessions, options.lane_settings(), record)
 
     def tick() -> None:
-        observer.tick(ready.client.now_ns(), lanes)
+        observer.tick(ready.clients[0].now_ns(), lanes)
         if lanes.window is not None and "window" not in writer.manifest:
             writer.update(window=_window(lanes.window))
         if writer.fault is not None:
@@ -331,18 +334,20 @@ async def _replay_live(
 
     driver = LiveDriver(
         lanes,
-        [ready.client],
+        ready.clients,
         ready.prompts,
         block_maker(corpus, options, nonce),
         CeilingTracker(corpus.block_size, ready.cache_block, ready.prompts.filler.common_tokens),
         record,
-        LiveSettings(options.grace_ns, options.drain, options.stall_ns),
+        LiveSettings(options.grace_ns, options.drain, target.retry, options.stall_ns),
         redact=redact,
         tick=tick,
+        extra_headers=target.affinity_headers(nonce),
     )
     writer.in_flight = driver.in_flight_rows
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    for number in numbers:
         loop.add_signal_handler(number, _on_signal, driver, observer)
     try:
         await driver.run()
@@ -350,10 +355,10 @@ async def _replay_live(
         writer.abandon()
         raise
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
     writer.update(client=driver.watch.facts())
-    return _finish(writer, lanes, driver.ended_because, ready.client.now_ns())
+    return _finish(writer, lanes, driver.ended_because, ready.clients[0].now_ns())
 
 
 async def _check_client(corpus: Corpus, options: ReplayOptions, observer: Observer) -> dict[str, Any] | None:
@@ -394,3 +399,8 @@ def _finish(writer: RunWriter, lanes: Lanes, reason: str, at_ns: int) -> Run:
 
 def _window(window: tuple[int, int]) -> dict[str, int]:
     return {"start_ns": window[0], "end_ns": window[1]}
+
+
+def _in_main_thread() -> bool:
+    """Signals can be handled: in other threads they cannot, and interrupting is up to the caller."""
+    return threading.current_thread() is threading.main_thread()

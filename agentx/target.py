@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from agentx import tokens
+from agentx.call import Call
 from agentx.discover import Deployment, discover, probe, tokenize
 from agentx.endpoint import Endpoint
 from agentx.errors import AgentxError, DeploymentError, InputError
 from agentx.http import HttpClient, Limits
+from agentx.prefix import salt_of
 from agentx.prompts import Extras, Filler, PromptBuilder
 from agentx.redact import Redactor
 
@@ -25,6 +27,8 @@ CANARIES = 8
 """Short calls at once that must pass before a run: some deployments break for concurrent calls only."""
 PROBE_TOKENS = 64
 """Filler tokens of the probe call."""
+AFFINITY = ("X-Session-ID", "X-Correlation-ID", "X-SMG-Routing-Key", "X-Dynamo-Session-ID")
+"""Headers by which routers keep a session on a worker: the first two are common, then SGLang's and Dynamo's."""
 ATTEMPTS = (
     Extras(),
     Extras(ignore_eos=False),
@@ -40,6 +44,8 @@ class LiveTarget:
     """Where and how to send."""
 
     url: str
+    more_urls: tuple[str, ...] = ()
+    """Further deployments of the same model: a lane sends to one of them all."""
     model: str | None = None
     endpoint: str = "chat"
     """chat or completions."""
@@ -48,6 +54,10 @@ class LiveTarget:
     tokenizer: Path | None = None
     api_key_env: str = "OPENAI_API_KEY"
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    affinity: str | None = None
+    """Header that tells a router which stream a call belongs to; `auto` sends the usual ones."""
+    retry: frozenset[int] = frozenset()
+    """Statuses after which a call is sent again."""
     limits: Limits = field(default_factory=Limits)
     ca: Path | None = None
     insecure: bool = False
@@ -58,18 +68,37 @@ class LiveTarget:
 
     def secrets(self) -> list[str]:
         """Everything that must never be printed or stored."""
-        userinfo = Endpoint.parse(self.url).userinfo
-        return [secret for secret in (self.api_key(), userinfo.partition(":")[2], *self.headers.values()) if secret]
+        passwords = [Endpoint.parse(url).userinfo.partition(":")[2] for url in (self.url, *self.more_urls)]
+        return [secret for secret in (self.api_key(), *passwords, *self.headers.values()) if secret]
 
     def all_headers(self) -> dict[str, str]:
         """The headers of every request."""
         key = self.api_key()
         return {**({"Authorization": f"Bearer {key}"} if key else {}), **self.headers}
 
-    def ssl_context(self) -> ssl.SSLContext | None:
-        """How certificates are checked; None for plain HTTP."""
-        if Endpoint.parse(self.url).scheme != "https":
-            return None
+    def affinity_headers(self, nonce: str) -> Callable[[Call], str]:
+        """A function giving the header lines that keep a stream's calls together.
+
+        A subagent is a stream of its own: with its parent's id a router would pin a burst to one worker.
+        """
+        names = AFFINITY if self.affinity == "auto" else (self.affinity,) if self.affinity else ()
+
+        def lines(call: Call) -> str:
+            if not names:
+                return ""
+            value = f"{salt_of(nonce, call.tree.session_id, call.session_id, call.play):016x}"
+            return "".join(f"{name}: {value}\r\n" for name in names)
+
+        return lines
+
+    def client(self, url: str, now_ns: Callable[[], int]) -> HttpClient:
+        """A client of one of the URLs; raises InputError where the URL or a header is none."""
+        endpoint = Endpoint.parse(url)
+        context = self.ssl_context() if endpoint.scheme == "https" else None
+        return HttpClient(endpoint, now_ns, headers=self.all_headers(), limits=self.limits, ssl_context=context)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """How certificates are checked."""
         try:
             context = ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
         except (OSError, ssl.SSLError) as error:
@@ -85,7 +114,7 @@ class Ready:
     """A deployment that has been looked at, and what is needed to send to it."""
 
     target: LiveTarget
-    client: HttpClient
+    clients: list[HttpClient]
     found: Deployment
     prompts: PromptBuilder
     cache_block: int
@@ -96,8 +125,8 @@ class Ready:
         """What goes into the run's manifest."""
         return {
             "kind": "live",
-            "name": self.client.endpoint.authority,
-            "urls": [self.client.endpoint.url()],
+            "name": self.clients[0].endpoint.authority,
+            "urls": [client.url for client in self.clients],
             "engine": self.found.kind,
             "model": self.found.model,
             "models": self.found.models,
@@ -112,6 +141,8 @@ class Ready:
             "template_tokens": self.prompts.overhead_tokens,
             "min_tokens": self.extras.min_tokens,
             "ignore_eos": self.extras.ignore_eos,
+            "affinity": self.target.affinity,
+            "retry": sorted(self.target.retry),
             "tls_insecure": self.target.insecure,
         }
 
@@ -130,15 +161,12 @@ async def connect(
     `block_size` is the corpus's, `max_context` and `cache_block` are the user's word in tokens. Raises
     DeploymentError where it does not complete a call, InputError where a choice is needed.
     """
-    client = HttpClient(
-        Endpoint.parse(target.url),
-        now_ns,
-        headers=target.all_headers(),
-        limits=target.limits,
-        ssl_context=target.ssl_context(),
-    )
+    clients = [target.client(url, now_ns) for url in (target.url, *target.more_urls)]
+    client = clients[0]
     try:
         found = await discover(client, target.model, max_context)
+        for other in clients[1:]:
+            await _same(other, found, max_context)
         filler = Filler(await _words(target, client, found))
         note(f"{found.model} at {client.endpoint.url()}, context window {found.max_model_len or 'unknown'}")
         extras, counted = await _probe(target, client, found, filler)
@@ -156,11 +184,24 @@ async def connect(
             overhead_tokens=max(0, counted - PROBE_TOKENS) if known and counted is not None else 0,
         )
     except BaseException as error:
-        client.close()
+        for opened in clients:
+            opened.close()
         if isinstance(error, AgentxError):  # a server may echo what it was sent
             error.message = Redactor(target.secrets())(error.message)
         raise
-    return Ready(target, client, found, prompts, found.cache_block, extras, found.warnings)
+    return Ready(target, clients, found, prompts, found.cache_block, extras, found.warnings)
+
+
+async def _same(client: HttpClient, found: Deployment, max_context: int | None) -> None:
+    """Check that another deployment serves the same model; the shorter context window counts."""
+    other = await discover(client, found.model, max_context)
+    windows = [length for length in (found.max_model_len, other.max_model_len) if length is not None]
+    if len(windows) == 2 and windows[0] != windows[1]:
+        found.warnings.append(
+            f"{client.url} serves a context window of {windows[1]} tokens, the first URL {windows[0]}: the shorter "
+            "one counts"
+        )
+    found.max_model_len = min(windows, default=None)
 
 
 async def _words(target: LiveTarget, client: HttpClient, found: Deployment) -> tokens.WordTable:
@@ -192,10 +233,11 @@ async def _probe(
         first = first or seen
         if seen["http_status"] not in (400, 422):
             break
-    if seen["status"] not in ("ok", "empty"):
+    if _failure(seen) is not None:
         where = client.endpoint.url(prompts.path)
-        what = first["error_message"] or first["error_kind"] or first["status"]
-        raise DeploymentError(f"{where}: a call of one token failed: {what}", "check --model and the server's log")
+        raise DeploymentError(
+            f"{where}: a call of one token failed: {_failure(first)}", "check --model and the server's log"
+        )
     left_out = [name for name in ("min_tokens", "ignore_eos") if not getattr(extras, name)]
     left_out += [] if extras.usage else ["stream_options.include_usage"]
     if left_out:
@@ -212,20 +254,27 @@ async def _short_call(client: HttpClient, prompts: PromptBuilder) -> dict[str, A
 
 
 async def sing(ready: Ready) -> None:
-    """Send one short call, then several at once: the canary of a run.
+    """Send one short call, then several at once, to every URL: the canary of a run.
 
     Raises DeploymentError where one fails, and where one passes but several do not (the seed's
     operational note: a fabric that lost a wave of transfers still serves single requests).
     """
-    alone = await _short_call(ready.client, ready.prompts)
-    if alone["status"] not in ("ok", "empty"):
-        what = alone["error_message"] or alone["error_kind"] or alone["status"]
-        raise DeploymentError(f"the canary call failed: {what}", "look at the server's log, or relaunch the serve")
-    together = await asyncio.gather(*(_short_call(ready.client, ready.prompts) for _ in range(CANARIES)))
-    failed = [call for call in together if call["status"] not in ("ok", "empty")]
-    if failed:
-        what = failed[0]["error_message"] or failed[0]["error_kind"] or failed[0]["status"]
-        raise DeploymentError(
-            f"one call passes, {len(failed)} of {CANARIES} at once fail ({what}): concurrent transfers broken",
-            "relaunch the serve: it may be left like this by a wave that was killed",
-        )
+    for client in ready.clients:
+        alone = _failure(await _short_call(client, ready.prompts))
+        if alone is not None:
+            raise DeploymentError(f"{client.url}: the canary call failed: {alone}", "look at the server's log")
+        together = await asyncio.gather(*(_short_call(client, ready.prompts) for _ in range(CANARIES)))
+        failed = [what for call in together if (what := _failure(call)) is not None]
+        if failed:
+            raise DeploymentError(
+                f"{client.url}: one call passes, {len(failed)} of {CANARIES} at once fail ({failed[0]}): concurrent "
+                "transfers broken",
+                "relaunch the serve: a wave that was killed may leave it like this",
+            )
+
+
+def _failure(seen: dict[str, Any]) -> str | None:
+    """Why a short call failed; None where it did not."""
+    if seen["status"] in ("ok", "empty"):
+        return None
+    return str(seen["error_message"] or seen["error_kind"] or seen["status"])

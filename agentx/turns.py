@@ -142,6 +142,7 @@ CALLS_SCHEMA = pa.schema(
         # Beyond the contract: what the transport did for this call.
         pa.field("connection_reused", pa.bool_()),
         pa.field("attempts", pa.int32(), nullable=False),
+        pa.field("last_sent_ns", pa.int64()),
         pa.field("content_encoding", pa.string()),
     ]
 )
@@ -188,6 +189,7 @@ class CallRow:
     endpoint: str | None = None
     connection_reused: bool | None = None
     attempts: int = 0
+    last_sent_ns: int | None = None
     content_encoding: str | None = None
 
 

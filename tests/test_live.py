@@ -18,7 +18,7 @@ from agentx.live import LiveDriver, LiveSettings
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor
 from agentx.turns import ROOT, BlockIds, CallRow, SessionTree, Stream
-from tests.wire import Script, Step, Wire, delta, reply, serving, sse
+from tests.wire import Script, Step, Wire, delta, head, reply, serving, sse
 
 MS = 1_000_000
 BLOCK = 64
@@ -186,3 +186,38 @@ def test_calls_go_when_they_are_due(lanes: int) -> None:
     lags = [row.sent_ns - row.due_ns for row in rows if row.status == "ok" and row.turn > 0]
     assert len(lags) >= 3 * lanes
     assert float(np.median(lags)) < 3 * MS
+
+
+def test_a_refusal_for_now_is_sent_again_and_counts_from_the_first_attempt() -> None:
+    busy = Script([Step(0, head("429 Too Many Requests", "Retry-After: 1", "Content-Length: 0"))])
+    tree = SessionTree("s", 0, (stream("s", [0]),))
+    live = LiveSettings(3000 * MS, retry=frozenset({429}))
+    rows, wire, _ = replay(
+        [tree], lambda n, r: busy if n == 0 else ok(0.05), LaneSettings(1, 2000 * MS, 0, plays=1), live
+    )
+    (row,) = rows
+    assert (row.status, row.attempts, len(wire.requests)) == ("ok", 2, 2)
+    assert row.last_sent_ns - row.sent_ns >= 1000 * MS
+    assert row.first_token_ns - row.sent_ns >= 1050 * MS
+    assert row.first_token_ns - row.last_sent_ns < 900 * MS
+
+
+def test_a_refusal_that_cannot_be_sent_again_stands() -> None:
+    busy = Script([Step(0, head("503 Service Unavailable", "Retry-After: 9", "Content-Length: 0"))])
+    tree = SessionTree("s", 0, (stream("s", [0]),))
+    for retry in (frozenset[int](), frozenset({503})):
+        rows, *_ = replay(
+            [tree], lambda n, r: busy, LaneSettings(1, 1000 * MS, 0, plays=1), LiveSettings(0, retry=retry)
+        )
+        assert [(row.status, row.error_kind, row.attempts) for row in rows] == [("error", "http_503", 1)]
+
+
+def test_silence_ends_the_run_as_stalled() -> None:
+    tree = SessionTree("s", 0, (stream("s", [0, 0]),))
+    started = time.monotonic()
+    rows, _, driver = replay(
+        [tree], lambda n, r: ok(30), LaneSettings(2, 60_000 * MS, 0), LiveSettings(0, stall_ns=500 * MS)
+    )
+    assert time.monotonic() - started < 10
+    assert driver.ended_because == "stalled"
+    assert sorted(row.status for row in rows) == ["cancelled"] * 2 + ["skipped"] * 2

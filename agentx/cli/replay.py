@@ -41,7 +41,9 @@ def replay(
     corpus: Annotated[
         Path | None, option(help="Corpus to replay: made by agentx, or weka sessions.", panel=CORPUS)
     ] = None,
-    url: Annotated[str | None, option(help="Base URL of a live deployment.", panel=TARGET)] = None,
+    url: Annotated[
+        list[str] | None, option(help="Base URL of a live deployment; repeatable, lanes are spread.", panel=TARGET)
+    ] = None,
     sim: Annotated[
         str | None,
         option(help="Simulated deployment (virtual time): mi325x, mi300x or a file.", panel=TARGET),
@@ -101,6 +103,13 @@ def replay(
         option(min=1, help="Unit of the server's prefix cache, tokens.", default="as told", panel=TARGET),
     ] = None,
     header: Annotated[list[str] | None, option(help="Extra header 'Name: value'; repeatable.", panel=TARGET)] = None,
+    affinity: Annotated[
+        str | None,
+        option(help="Header that names a call's stream to a router, or auto.", default="none", panel=TARGET),
+    ] = None,
+    retry: Annotated[
+        str | None, option(help="Statuses after which a call is sent again: 429,503.", default="none", panel=TARGET)
+    ] = None,
     api_key_env: Annotated[str, option(help="Variable that holds the API key.", panel=TARGET)] = "OPENAI_API_KEY",
     ca: Annotated[Path | None, option(help="Certificates to trust (PEM).", panel=TARGET)] = None,
     insecure: Annotated[bool, option("--insecure", help="Do not check certificates.", panel=TARGET)] = False,
@@ -129,7 +138,7 @@ def replay(
     Example: agentx replay --profile small --sim mi325x
     Example: agentx replay --profile small --url http://localhost:8000 --concurrency 8 --duration 60s
     """
-    if (url is None) == (sim is None):
+    if bool(url) == (sim is not None):
         raise InputError("replay against what?", "give one of --url URL and --sim NAME")
     if (profile is None) == (corpus is None):
         raise InputError("replay what?", "give one of --profile NAME and --corpus FOLDER")
@@ -168,16 +177,19 @@ def replay(
         from agentx.http import Limits
         from agentx.target import LiveTarget
 
-        assert url is not None
+        assert url
         usual = "completions" if prompt == "token-ids" else "chat"
         target = LiveTarget(
-            url=url,
+            url=url[0],
+            more_urls=tuple(url[1:]),
             model=model,
             endpoint=_choice(endpoint or usual, "--endpoint", ("chat", "completions")),
             prompt=_choice(prompt, "--prompt", ("text", "token-ids")),
             tokenizer=tokenizer,
             api_key_env=api_key_env,
             headers=_headers(header or []),
+            affinity=affinity,
+            retry=_statuses(retry),
             limits=Limits(
                 span(connect_timeout, "--connect-timeout"),
                 span(first_byte_timeout, "--first-byte-timeout"),
@@ -283,3 +295,12 @@ def _headers(given: list[str]) -> dict[str, str]:
             raise InputError("--header has no 'Name: value'", "write --header 'X-Tenant: blue'")
         found[name.strip()] = value.strip()
     return found
+
+
+def _statuses(text: str | None) -> frozenset[int]:
+    if text is None:
+        return frozenset()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and 400 <= int(part) <= 599 for part in parts):
+        raise InputError(f"--retry {text!r} is no list of statuses", "write --retry 429,503")
+    return frozenset(int(part) for part in parts)

@@ -1,0 +1,144 @@
+"""What is found out before a run: several URLs, affinity, canaries, servers that refuse extras, secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from agentx.errors import DeploymentError, InputError
+from agentx.generate import as_corpus, generate
+from agentx.profile import load_profile
+from agentx.replay import ReplayOptions, replay_live
+from agentx.target import AFFINITY, CANARIES, LiveTarget, connect, sing
+from tests.wire import Script, Step, Wire, chunk, delta, reply, serving
+
+S = 10**9
+USAGE = '{{"prompt_tokens": {}, "completion_tokens": 1, "prompt_tokens_details": {{"cached_tokens": 0}}}}'
+MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": %d, "owned_by": "vllm"}]}'
+
+
+def answer_to(request: bytes, *, window: int = 9000, refuse: str = "", template: int = 0) -> Script:
+    """A small server: models, no tokenizer, completions that count five-byte words."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    path = head.split(b" ")[1].decode()
+    if path == "/v1/models":
+        return reply(MODELS % window)
+    if not path.endswith("completions"):
+        return reply("{}", "404 Not Found")
+    if refuse and refuse.encode() in body:
+        return reply(f'{{"error": {{"message": "Unrecognized request argument: {refuse}"}}}}', "400 Bad Request")
+    words = len(re.findall(rb" [a-z]{4}", body)) + template
+    event = delta("x", "length", USAGE.format(words))
+    steps = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return Script([Step(0, steps + chunk(f"data: {event}\n\ndata: [DONE]\n\n".encode()) + b"0\r\n\r\n")])
+
+
+def looked_at(answer, *, wires: int = 1, **target):  # type: ignore[no-untyped-def]
+    """What `connect` finds at scripted servers, and what they saw."""
+
+    async def go():  # type: ignore[no-untyped-def]
+        async with serving(answer) as one, serving(answer) as two:
+            urls = [one.url, two.url][:wires]
+            ready = await connect(
+                LiveTarget(urls[0], more_urls=tuple(urls[1:]), **target), lambda: 0, lambda text: None, block_size=64
+            )
+            try:
+                await sing(ready)
+            finally:
+                for client in ready.clients:
+                    client.close()
+            return ready, one, two
+
+    return asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def calls(wire: Wire) -> list[dict]:
+    return [json.loads(r.partition(b"\r\n\r\n")[2]) for r in wire.requests if r.startswith(b"POST /v1/")]
+
+
+@pytest.mark.parametrize("refused", ["ignore_eos", "min_tokens"])
+def test_what_the_server_refuses_is_left_out_with_a_warning(refused: str) -> None:
+    ready, one, _ = looked_at(lambda n, r: answer_to(r, refuse=refused))
+    assert any(f"refuses {refused}" in text for text in ready.warnings)
+    assert not getattr(ready.extras, refused)
+    assert all(refused not in body for body in calls(one)[-CANARIES:])
+
+
+def test_usage_is_asked_for_and_the_plan_is_sent() -> None:
+    _, one, _ = looked_at(lambda n, r: answer_to(r))
+    first = calls(one)[0]
+    assert first["stream_options"] == {"include_usage": True}
+    assert (first["stream"], first["max_tokens"], first["min_tokens"], first["ignore_eos"]) == (True, 1, 1, True)
+
+
+def test_every_url_is_looked_at_and_the_shorter_window_counts() -> None:
+    windows = iter((9000, 7000, 9000, 7000))
+
+    def answer(number: int, request: bytes) -> Script:
+        return answer_to(request, window=next(windows) if b"/v1/models" in request else 1)
+
+    ready, one, two = looked_at(answer, wires=2)
+    assert ready.found.max_model_len == 7000
+    assert any("the shorter one counts" in text for text in ready.warnings)
+    assert len(calls(two)) == CANARIES + 1
+    assert len(calls(one)) == CANARIES + 2
+
+
+def test_one_call_passes_and_eight_fail_is_told_as_what_it_is() -> None:
+    seen = 0
+
+    def answer(number: int, request: bytes) -> Script:
+        nonlocal seen
+        seen += b"POST /v1/" in request
+        return answer_to(request) if seen <= 3 else reply("{}", "500 Internal Server Error")
+
+    with pytest.raises(DeploymentError, match=f"one call passes, 7 of {CANARIES} at once fail"):
+        looked_at(answer)
+
+
+def test_several_models_are_listed_not_guessed() -> None:
+    models = '{"data": [{"id": "a"}, {"id": "b"}, {"id": "lora", "parent": "a"}]}'
+    with pytest.raises(InputError, match="lists 3 models: a, b, lora"):
+        looked_at(lambda n, r: reply(models))
+    with pytest.raises(InputError, match="'c' is not served"):
+        looked_at(lambda n, r: reply(models), model="c")
+
+
+def test_an_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-TESTONLY-0123456789")
+    echo = reply('{"error": {"message": "bad key sk-TESTONLY-0123456789"}}', "401 Unauthorized")
+    with pytest.raises(DeploymentError) as caught:
+        looked_at(lambda n, r: echo, api_key_env="MY_KEY")
+    assert "TESTONLY" not in "".join(caught.value.lines())
+
+
+def test_lanes_are_spread_and_streams_keep_their_affinity(tmp_path: Path) -> None:
+    corpus = as_corpus(*generate(load_profile("small").model_copy(update={"sessions": 8})))
+    options = ReplayOptions(4, 20 * S, 1, plays=1, think_cap_ns=0, ramp_ns=0, self_check=False, canary=False)
+    folder = tmp_path / "r"
+
+    async def serve() -> tuple[Wire, Wire]:
+        async with serving(lambda n, r: answer_to(r)) as one, serving(lambda n, r: answer_to(r)) as two:
+            target = LiveTarget(one.url, more_urls=(two.url,), affinity="auto")
+            await asyncio.to_thread(replay_live, corpus, target, options, folder)
+            return one, two
+
+    one, two = asyncio.run(asyncio.wait_for(serve(), 60))
+    calls_table = pl.read_parquet(folder / "calls.parquet")
+    assert set(calls_table.group_by("lane").agg(pl.col("endpoint").n_unique())["endpoint"]) == {1}
+    assert calls_table["endpoint"].n_unique() == 2
+    ids: dict[str, int] = {}
+    for request in (*one.requests, *two.requests):
+        if b"X-Session-ID: " in request:
+            found = {name: re.search(rf"{name}: (\w+)".encode(), request) for name in AFFINITY}
+            values = {match[1] for match in found.values() if match}
+            assert len(values) == 1
+            value = values.pop().decode()
+            ids[value] = ids.get(value, 0) + 1
+    turns = corpus.table.group_by("session_id").aggregate([("turn", "count")])["turn_count"].to_pylist()
+    assert sorted(ids.values()) == sorted(turns)

@@ -50,7 +50,7 @@ class Answer:
         if self._broken:
             return
         try:
-            for time_ns, data in reads:
+            for time_ns, data in _joined(reads):
                 if self._is_stream is None:
                     self._set_decoder(exchange)
                 plain = self._decode(data)
@@ -103,6 +103,19 @@ class Answer:
         if self._inflate.unconsumed_tail:
             raise StreamFormatError(f"one read of {len(data)} bytes grows past {EXPANSION} bytes")
         return plain
+
+
+def _joined(reads: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The same with what one socket read brought in one piece: a read may hold several HTTP chunks."""
+    if len(reads) < 2:
+        return reads
+    found: list[tuple[int, list[bytes]]] = []
+    for time_ns, data in reads:
+        if found and found[-1][0] == time_ns:
+            found[-1][1].append(data)
+        else:
+            found.append((time_ns, [data]))
+    return [(time_ns, b"".join(parts)) for time_ns, parts in found]
 
 
 def observe(exchange: Exchange, answer: Answer) -> dict[str, Any]:

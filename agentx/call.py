@@ -41,7 +41,7 @@ class Call:
         return self.tree.streams[self.stream].models[self.turn]
 
     def row(self, status: str, **observed: Any) -> CallRow:
-        """The run-table row of this turn with what was observed of it."""
+        """The run-table row of this turn with what was observed of it; the phase is the call's where not given."""
         observed.setdefault("phase", self.phase)
         return planned_row(
             self.tree, self.stream, self.turn, self.play, self.lane, status, due_ns=self.due_ns, **observed

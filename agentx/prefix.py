@@ -15,7 +15,7 @@ granularity g: its best is min(floor(shared / g), floor((input - 1) / g)) * g.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -50,16 +50,19 @@ def salt_of(*parts: str | int) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def prompt_blocks(ids: BlockIds, input_tokens: int, block_size: int, salt: int, tail_salt: int) -> tuple[BlockIds, int]:
+def prompt_blocks(
+    keys: BlockIds, input_tokens: int, block_size: int, tail_salt: Callable[[], int]
+) -> tuple[BlockIds, int]:
     """(content keys of a whole prompt, tokens in its last block) for a turn of `input_tokens` >= 1.
 
-    The prompt's length is the truth: surplus ids are cut off, and what the ids do not cover is text
-    of its own, made from `tail_salt`, which no other turn shares.
+    `keys` are the content keys of the turn's ids. The prompt's length is the truth: surplus ids are cut
+    off, and what the ids do not cover is text of its own, made from the tail salt, which no other turn shares.
     """
     n_blocks = -(-input_tokens // block_size)
-    keys = mix(ids[:n_blocks], salt)
-    if len(keys) < n_blocks:
-        keys = np.concatenate((keys, mix(np.arange(n_blocks - len(keys), dtype=np.uint64), tail_salt)))
+    if len(keys) > n_blocks:
+        keys = keys[:n_blocks]
+    elif len(keys) < n_blocks:
+        keys = np.concatenate((keys, mix(np.arange(n_blocks - len(keys), dtype=np.uint64), tail_salt())))
     return keys, input_tokens - (n_blocks - 1) * block_size
 
 
@@ -78,19 +81,27 @@ class PlayBlocks:
         self.salt = salt_of(nonce, scope, *owner, "play", *marker)
         self.private = scope == "local" and cache_bust
         """True where no other play of any session can share this play's blocks."""
-        self._ids: dict[int, tuple[int, BlockIds]] = {}
+        self._keys: dict[int, tuple[int, BlockIds]] = {}
 
     def turn(self, stream: int, turn: int) -> tuple[BlockIds, int]:
         """(content keys, tokens in the last block) of one turn; cheapest when asked in order."""
         source = self.tree.streams[stream]
-        at, ids = self._ids.get(stream, (-1, _EMPTY))
+        at, keys = self._keys.get(stream, (-1, _EMPTY))
         if at > turn:
-            at, ids = -1, _EMPTY
+            at, keys = -1, _EMPTY
         for step in range(at + 1, turn + 1):
-            ids = np.concatenate((ids[: source.keep_blocks[step]], source.new_ids[step]))
-        self._ids[stream] = (turn, ids)
-        tail_salt = salt_of(self.salt, source.session_id, turn)
-        return prompt_blocks(ids, source.input_tokens[turn], self.block_size, self.salt, tail_salt)
+            keep, new = source.keep_blocks[step], source.new_ids[step]
+            if len(new):
+                keys = np.concatenate((keys[:keep], mix(new, self.salt)))
+            elif keep < len(keys):
+                keys = keys[:keep]
+        self._keys[stream] = (turn, keys)
+        return prompt_blocks(
+            keys,
+            source.input_tokens[turn],
+            self.block_size,
+            lambda: salt_of(self.salt, source.session_id, turn),
+        )
 
 
 def engine_ceiling(shared_tokens: int, input_tokens: int, granularity: int) -> int:
@@ -109,6 +120,10 @@ class _Node:
         self.children: dict[int, _Node] = {}
 
 
+_Reached = tuple[_Node, int, _Node | None, int]
+"""(node reached, blocks matched to it, the edge that stopped the walk or None, blocks matched on that edge)."""
+
+
 class PrefixTree:
     """Every prompt seen, as a radix tree over content keys; memory is the distinct blocks, 8 bytes each."""
 
@@ -120,21 +135,34 @@ class PrefixTree:
 
     def match(self, keys: BlockIds, last_tokens: int) -> int:
         """Leading tokens of this prompt that an earlier one began with."""
-        node, at, child, same = self._walk(keys)
-        place = at + same
-        if child is None:
-            return place * self._block + self._divergence(keys, place, last_tokens, list(node.children.values()))
-        if place == len(keys) or (same == len(child.keys) and child.last < self._block):
-            ours = last_tokens if place == len(keys) else self._block
-            theirs = child.last if same == len(child.keys) else self._block
-            siblings = list(node.children.values()) if same == 1 and theirs < ours else []
-            chance = self._divergence(keys, place - 1, last_tokens, siblings)
-            return (place - 1) * self._block + max(min(ours, theirs), chance)
-        return place * self._block + self._divergence(keys, place, last_tokens, [_edge_rest(child, same)])
+        return self._matched(keys, last_tokens, self._walk(keys))
 
     def insert(self, keys: BlockIds, last_tokens: int) -> None:
         """Remember this prompt."""
-        node, at, child, same = self._walk(keys)
+        self._grow(keys, last_tokens, self._walk(keys))
+
+    def observe(self, keys: BlockIds, last_tokens: int) -> int:
+        """Match and then remember a prompt."""
+        reached = self._walk(keys)
+        tokens = self._matched(keys, last_tokens, reached)
+        self._grow(keys, last_tokens, reached)
+        return tokens
+
+    def _matched(self, keys: BlockIds, last_tokens: int, reached: _Reached) -> int:
+        node, at, child, same = reached
+        place = at + same
+        if child is None:
+            return place * self._block + self._divergence(keys, place, last_tokens, node.children.values())
+        if place == len(keys) or (same == len(child.keys) and child.last < self._block):
+            ours = last_tokens if place == len(keys) else self._block
+            theirs = child.last if same == len(child.keys) else self._block
+            siblings = node.children.values() if same == 1 and theirs < ours else ()
+            chance = self._divergence(keys, place - 1, last_tokens, siblings)
+            return (place - 1) * self._block + max(min(ours, theirs), chance)
+        return place * self._block + self._divergence(keys, place, last_tokens, (_edge_rest(child, same),))
+
+    def _grow(self, keys: BlockIds, last_tokens: int, reached: _Reached) -> None:
+        node, at, child, same = reached
         if child is None:
             if at < len(keys):
                 node.children[int(keys[at])] = _Node(keys[at:].copy(), last_tokens)
@@ -155,23 +183,23 @@ class PrefixTree:
         child.keys, child.last = child.keys[:same], self._block
         child.children = {int(below.keys[0]): below, int(rest[0]): _Node(rest.copy(), last_tokens)}
 
-    def _walk(self, keys: BlockIds) -> tuple[_Node, int, _Node | None, int]:
-        """(node reached, blocks matched to it, the edge that stopped the walk or None, blocks matched on that edge)."""
-        node, at = self._root, 0
-        while at < len(keys):
+    def _walk(self, keys: BlockIds) -> _Reached:
+        node, at, n = self._root, 0, len(keys)
+        while at < n:
             child = node.children.get(int(keys[at]))
             if child is None:
                 return node, at, None, 0
-            span = min(len(child.keys), len(keys) - at)
-            differs = np.flatnonzero(child.keys[:span] != keys[at : at + span])
-            same = int(differs[0]) if len(differs) else span
-            short_leaf = same == len(child.keys) and child.last < self._block
-            if same < len(child.keys) or short_leaf or at + same == len(keys):
+            edge = child.keys
+            span = min(len(edge), n - at)
+            equal = edge[:span] == keys[at : at + span]
+            same = span if equal.all() else int(equal.argmin())
+            short_leaf = same == len(edge) and child.last < self._block
+            if same < len(edge) or short_leaf or at + same == n:
                 return node, at, child, same
             node, at = child, at + same
         return node, at, None, 0
 
-    def _divergence(self, keys: BlockIds, place: int, last_tokens: int, others: list[_Node]) -> int:
+    def _divergence(self, keys: BlockIds, place: int, last_tokens: int, others: Iterable[_Node]) -> int:
         if self._common is None or place == len(keys):
             return 0
         ours = last_tokens if place == len(keys) - 1 else self._block
@@ -206,8 +234,7 @@ class CeilingTracker:
         if tree is None:
             tree = self._trees[salt] = PrefixTree(self._block, self._common)
         input_tokens = (len(keys) - 1) * self._block + last_tokens
-        shared = tree.match(keys, last_tokens) or self._chance(int(keys[0]), min(input_tokens, self._block))
-        tree.insert(keys, last_tokens)
+        shared = tree.observe(keys, last_tokens) or self._chance(int(keys[0]), min(input_tokens, self._block))
         return engine_ceiling(shared, input_tokens, self._granularity)
 
     def forget(self, salt: int) -> None:

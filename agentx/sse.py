@@ -10,7 +10,6 @@ facts, not output; an `error` object is a failure whatever the HTTP status said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +36,7 @@ class EventParser:
         self._skip_lf = False
         self._started = False
 
-    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    def feed(self, data: bytes) -> list[tuple[bytes, bytes]]:
         """(event name, data) of each event that these bytes complete."""
         if not self._started:
             data = self._drop_mark(data)
@@ -49,27 +48,30 @@ class EventParser:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if b"\n" not in data:
             self._keep(data)
-            return
+            return []
         lines = data.split(b"\n")
         if self._tail:
             lines[0] = b"".join(self._tail) + lines[0]
-        self._tail, self._tail_size = [], 0
+            self._tail, self._tail_size = [], 0
         self._keep(lines.pop())
+        events = []
         for line in lines:
-            if line:
+            if line.startswith(b"data: "):
+                self._data.append(line[6:])
+            elif line:
                 self._line(line)
             elif self._data:
-                yield self._take()
+                events.append(self._take())
             else:
                 self._name = b""
+        return events
 
-    def finish(self) -> Iterator[tuple[bytes, bytes]]:
+    def finish(self) -> list[tuple[bytes, bytes]]:
         """The event that the end of the stream cuts off before its blank line, if there is one."""
         if self._tail:
             self._line(b"".join(self._tail))
             self._tail = []
-        if self._data:
-            yield self._take()
+        return [self._take()] if self._data else []
 
     def _drop_mark(self, data: bytes) -> bytes:
         data = b"".join((*self._tail, data))
@@ -89,7 +91,8 @@ class EventParser:
                 raise StreamFormatError(f"no line end within {LONGEST_LINE} bytes")
 
     def _take(self) -> tuple[bytes, bytes]:
-        event = (self._name, b"\n".join(self._data))
+        data = self._data
+        event = (self._name, data[0] if len(data) == 1 else b"\n".join(data))
         self._name, self._data = b"", []
         return event
 
@@ -159,8 +162,7 @@ class StreamParser:
         return self.finish(time_ns)
 
     def _event(self, time_ns: int, name: bytes, payload: bytes) -> None:
-        payload = payload.strip()
-        if payload == b"[DONE]":
+        if payload.strip() == b"[DONE]":
             self.facts.done = True
             return
         try:
@@ -182,11 +184,11 @@ class StreamParser:
         if error or name == b"error" or event.get("object") == "error":
             self._error(error or event)
         usage = event.get("usage")
-        if isinstance(usage, dict):
+        if usage is not None:
             self._usage(usage)
-        model = event.get("model")
-        if facts.model is None and isinstance(model, str):
-            facts.model = model
+        if facts.model is None:
+            model = event.get("model")
+            facts.model = model if isinstance(model, str) else None
         choices = event.get("choices")
         if not isinstance(choices, list):
             return
@@ -197,8 +199,8 @@ class StreamParser:
                 output, content = output or some_output, content or some_content
         if output:
             facts.chunk_ns.append(time_ns)
-        if content and facts.first_content_ns is None:
-            facts.first_content_ns = time_ns
+            if content and facts.first_content_ns is None:
+                facts.first_content_ns = time_ns
 
     def _choice(self, choice: dict[str, Any]) -> tuple[bool, bool]:
         """(carries output on any channel, carries content or a tool call)."""
@@ -233,7 +235,9 @@ class StreamParser:
                 known[index]["name"] += _text(parts, "name")
                 known[index]["arguments"] += _text(parts, "arguments")
 
-    def _usage(self, usage: dict[str, Any]) -> None:
+    def _usage(self, usage: object) -> None:
+        if not isinstance(usage, dict):
+            return
         facts = self.facts
         prompt_details = usage.get("prompt_tokens_details")
         output_details = usage.get("completion_tokens_details")

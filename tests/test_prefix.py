@@ -79,12 +79,12 @@ def test_the_last_token_is_never_served() -> None:
 def test_prompt_length_is_the_truth() -> None:
     ids = np.array([1, 2, 3], dtype=np.uint64)
     for input_tokens, n_keys, last in ((12, 3, 4), (11, 3, 3), (8, 2, 4), (13, 4, 1), (30, 8, 2), (1, 1, 1)):
-        keys, last_tokens = prompt_blocks(ids, input_tokens, BLOCK, salt=7, tail_salt=9)
+        keys, last_tokens = prompt_blocks(mix(ids, 7), input_tokens, BLOCK, lambda: 9)
         assert (len(keys), last_tokens) == (n_keys, last)
         covered = min(3, n_keys)
         assert np.array_equal(keys[:covered], mix(ids[:covered], 7))
-    first, _ = prompt_blocks(ids, 30, BLOCK, 7, salt_of("turn", 0))
-    other, _ = prompt_blocks(ids, 30, BLOCK, 7, salt_of("turn", 1))
+    first, _ = prompt_blocks(mix(ids, 7), 30, BLOCK, lambda: salt_of("turn", 0))
+    other, _ = prompt_blocks(mix(ids, 7), 30, BLOCK, lambda: salt_of("turn", 1))
     assert np.array_equal(first[:3], other[:3])
     assert not np.isin(first[3:], other).any()
 

@@ -210,12 +210,12 @@ class StreamParser:
         delta = choice.get("delta") or choice.get("message")
         if not isinstance(delta, dict):
             delta = choice
-        content = _text(delta, "content") or _text(delta, "text") or _text(delta, "refusal")
-        reasoning = _text(delta, "reasoning_content") or _text(delta, "reasoning")
+        content = delta.get("content") or delta.get("text") or delta.get("refusal")
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         calls = delta.get("tool_calls") or delta.get("function_call")
         if self._keep_text:
-            self._content.append(content)
-            self._reasoning.append(reasoning)
+            self._content.append(content if isinstance(content, str) else "")
+            self._reasoning.append(reasoning if isinstance(reasoning, str) else "")
             self._merge_calls(calls)
         return bool(content or reasoning or calls), bool(content or calls)
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from agentx.gate import run_gate
     from agentx.generate import generate_corpus
     from agentx.profile import load_profile
-    from agentx.replay import ReplayOptions, replay_live, replay_sim
+    from agentx.replay import ReplayOptions, replay_sim
+    from agentx.replay_live import replay_live
     from agentx.report import make_report, write_report
     from agentx.runs import Run, load_run
     from agentx.target import LiveTarget
@@ -37,7 +38,7 @@ _HOMES = {
     "load_profile": "profile",
     "load_run": "runs",
     "make_report": "report",
-    "replay_live": "replay",
+    "replay_live": "replay_live",
     "replay_sim": "replay",
     "run_gate": "gate",
     "write_report": "report",

@@ -1,15 +1,13 @@
-"""A whole replay: corpus and settings in, a run folder out; simulated or live.
+"""A whole replay: corpus and settings in, a run folder out; here what every run has, and the simulated one.
 
-The same lanes run under both drivers. Everything that shapes the schedule is in `ReplayOptions`,
-everything about a live deployment in `agentx.target`; both go into the run's manifest.
+The same lanes run simulated and live (`agentx.replay_live`). Everything that shapes the schedule is in
+`ReplayOptions`, everything about a live deployment in `agentx.target`; both go into the run's manifest.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
-import secrets
 import signal
 import threading
 import time
@@ -18,30 +16,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from agentx import __version__
 from agentx.call import planned_row
 from agentx.corpus import Corpus, fits
 from agentx.deployment import Deployment
-from agentx.descriptors import make_room
 from agentx.errors import InputError
 from agentx.lanes import Lanes, LaneSettings
-from agentx.live import LiveDriver, LiveSettings
-from agentx.prefix import CeilingTracker, PlayBlocks
-from agentx.redact import Redactor
+from agentx.prefix import PlayBlocks
 from agentx.runs import Run, RunWriter
-from agentx.selfcheck import check_client
 from agentx.sim.driver import SimDriver
 from agentx.sim.model import SimModel
-from agentx.target import LiveTarget, connect, sing
 from agentx.turns import CallRow, SessionTree
 from agentx.units import NS_PER_S
 
 RAMP_SHARE = 0.05
 LONGEST_RAMP_NS = 5 * NS_PER_S
-SHARED_NONCE = "shared"
-"""What stands for the run's own nonce where plays and runs are to share a cache."""
 SIM_TICK_STEPS = 64
 """Steps of a simulation between two looks of the observer."""
 
@@ -235,7 +224,7 @@ def replay_sim(
         "parameters": deployment.model_dump(mode="json"),
     }
     writer = RunWriter(out, manifest_of(corpus, options, facts, list(command), "sim"), overwrite=overwrite)
-    record = _recorder(writer, watching, dropped)
+    record = recorder(writer, watching, dropped)
     lanes = Lanes(sessions, options.lane_settings(), record)
     steps = 0
 
@@ -258,7 +247,7 @@ def replay_sim(
     def interrupt(number: int, frame: object) -> None:
         driver.interrupted = True
 
-    before = signal.signal(signal.SIGINT, interrupt) if _in_main_thread() else None
+    before = signal.signal(signal.SIGINT, interrupt) if in_main_thread() else None
     try:
         driver.run()
     except BaseException:
@@ -267,119 +256,10 @@ def replay_sim(
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
-    return _finish(writer, lanes, "interrupted" if driver.interrupted else "window", driver.now_ns)
+    return finish(writer, lanes, "interrupted" if driver.interrupted else "window", driver.now_ns)
 
 
-def replay_live(
-    corpus: Corpus,
-    target: LiveTarget,
-    options: ReplayOptions,
-    out: Path,
-    *,
-    command: Sequence[str] = (),
-    observer: Observer | None = None,
-    overwrite: bool = False,
-) -> Run:
-    """Replay against a live deployment; the run is in `out`.
-
-    Raises DeploymentError where the deployment does not answer as it must, InputError where the
-    corpus or the options do not fit it. SIGINT or SIGTERM drains and saves, a second one cuts and saves.
-    """
-    import uvloop
-
-    return uvloop.run(_replay_live(corpus, target, options, out, list(command), observer or Nobody(), overwrite))
-
-
-async def _replay_live(
-    corpus: Corpus,
-    target: LiveTarget,
-    options: ReplayOptions,
-    out: Path,
-    command: list[str],
-    observer: Observer,
-    overwrite: bool,
-) -> Run:
-    origin = time.monotonic_ns()
-    ready = await connect(
-        target,
-        lambda: time.monotonic_ns() - origin,
-        observer.note,
-        block_size=corpus.block_size,
-        max_context=options.max_context,
-        cache_block=options.cache_block,
-    )
-    try:
-        sessions, dropped = context_gate(corpus, options, ready.found.max_model_len, observer)
-        make_room(2 * options.concurrency)  # a lane's subagents have connections of their own
-        budget = await _check_client(corpus, options, observer)
-        if options.canary:
-            await sing(ready)
-        nonce = secrets.token_hex(8) if options.cache_bust else SHARED_NONCE
-        redact = Redactor(target.secrets())
-        manifest = manifest_of(corpus, options, ready.facts(), redact.command(command), nonce)
-        writer = RunWriter(out, {**manifest, "warnings": ready.warnings, "client_budget": budget}, overwrite=overwrite)
-    except BaseException:
-        for client in ready.clients:
-            client.close()
-        raise
-    record = _recorder(writer, observer, dropped)
-    lanes = Lanes(sessions, options.lane_settings(), record)
-
-    def tick() -> None:
-        observer.tick(ready.clients[0].now_ns(), lanes)
-        if lanes.window is not None and "window" not in writer.manifest:
-            writer.update(window=_window(lanes.window))
-        if writer.fault is not None:
-            driver.stop("the run can no longer be written")
-
-    driver = LiveDriver(
-        lanes,
-        ready.clients,
-        ready.prompts,
-        block_maker(corpus, options, nonce),
-        CeilingTracker(corpus.block_size, ready.cache_block, ready.prompts.filler.common_tokens),
-        record,
-        LiveSettings(options.grace_ns, options.drain, target.retry, options.stall_ns),
-        redact=redact,
-        tick=tick,
-        extra_headers=target.affinity_headers(nonce),
-    )
-    writer.in_flight = driver.in_flight_rows
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
-    for number in numbers:
-        loop.add_signal_handler(number, _on_signal, driver, observer)
-    try:
-        await driver.run()
-    except BaseException:
-        writer.abandon()
-        raise
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-    writer.update(client=driver.watch.facts())
-    return _finish(writer, lanes, driver.ended_because, ready.clients[0].now_ns())
-
-
-async def _check_client(corpus: Corpus, options: ReplayOptions, observer: Observer) -> dict[str, Any] | None:
-    """The client's budget with this run's lanes and prompts; None where it is not measured."""
-    if not options.self_check:
-        return None
-    observer.note("measuring the client's own error")
-    input_tokens = int(np.median(corpus.table["input_tokens"].to_numpy()))
-    budget = await check_client(options.concurrency, input_tokens)
-    return None if budget is None else budget.to_json()
-
-
-def _on_signal(driver: LiveDriver, observer: Observer) -> None:
-    first = driver.ended_because == "window"
-    driver.interrupt()
-    observer.note(
-        "interrupted: waiting for calls in flight, once more cuts them" if first else "cutting calls in flight"
-    )
-
-
-def _recorder(writer: RunWriter, observer: Observer, dropped: Sequence[CallRow]) -> Callable[[CallRow], None]:
+def recorder(writer: RunWriter, observer: Observer, dropped: Sequence[CallRow]) -> Callable[[CallRow], None]:
     """Where rows go: the run folder and the observer; what was dropped before the run goes first."""
 
     def record(row: CallRow) -> None:
@@ -391,16 +271,18 @@ def _recorder(writer: RunWriter, observer: Observer, dropped: Sequence[CallRow])
     return record
 
 
-def _finish(writer: RunWriter, lanes: Lanes, reason: str, at_ns: int) -> Run:
+def finish(writer: RunWriter, lanes: Lanes, reason: str, at_ns: int) -> Run:
+    """The finished run, with its window and why it ended."""
     if lanes.window is not None:
-        writer.update(window=_window(lanes.window))
+        writer.update(window=window_facts(lanes.window))
     return writer.finish({"reason": reason, "at_ns": at_ns})
 
 
-def _window(window: tuple[int, int]) -> dict[str, int]:
+def window_facts(window: tuple[int, int]) -> dict[str, int]:
+    """The window as the manifest has it."""
     return {"start_ns": window[0], "end_ns": window[1]}
 
 
-def _in_main_thread() -> bool:
+def in_main_thread() -> bool:
     """Signals can be handled: in other threads they cannot, and interrupting is up to the caller."""
     return threading.current_thread() is threading.main_thread()

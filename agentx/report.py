@@ -203,6 +203,7 @@ def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "clock": manifest.get("clock"),
         "client_budget": manifest.get("client_budget"),
         "client": manifest.get("client"),
+        "server": manifest.get("server"),
         "started_at": manifest.get("started_at"),
         "ended": manifest.get("ended"),
     }

@@ -17,7 +17,8 @@ from agentx.corpus import Corpus, load_corpus
 from agentx.engines.tiny import running_tiny
 from agentx.generate import as_corpus, generate
 from agentx.profile import load_profile
-from agentx.replay import ReplayOptions, replay_live
+from agentx.replay import ReplayOptions
+from agentx.replay_live import replay_live
 from agentx.report import make_report
 from agentx.runs import Run
 from agentx.target import LiveTarget

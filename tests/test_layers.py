@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("call", "endpoint", "sse"),
     ("lanes", "http"),
     ("answers",),
-    ("live", "discover"),
+    ("live", "discover", "scrape"),
     ("selfcheck",),
     ("runs", "metrics"),
     ("doubts",),
@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sim", "engines"),
     ("target",),
     ("replay",),
+    ("replay_live",),
     ("cli",),
 )
 """From the ground up; modules on one line may know each other."""

@@ -21,7 +21,8 @@ from agentx.deployment import load_deployment
 from agentx.errors import DeploymentError, InputError
 from agentx.generate import as_corpus, generate
 from agentx.profile import load_profile
-from agentx.replay import ReplayOptions, replay_live, replay_sim
+from agentx.replay import ReplayOptions, replay_sim
+from agentx.replay_live import replay_live
 from agentx.report import make_report
 from agentx.runs import CALLS, Run, load_run
 from agentx.target import LiveTarget

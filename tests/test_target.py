@@ -13,7 +13,8 @@ import pytest
 from agentx.errors import DeploymentError, InputError
 from agentx.generate import as_corpus, generate
 from agentx.profile import load_profile
-from agentx.replay import ReplayOptions, replay_live
+from agentx.replay import ReplayOptions
+from agentx.replay_live import replay_live
 from agentx.target import AFFINITY, CANARIES, LiveTarget, connect, sing
 from tests.wire import Script, Step, Wire, chunk, delta, reply, serving
 

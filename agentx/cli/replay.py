@@ -259,7 +259,7 @@ def _simulated(corpus: Corpus, name: str, options: ReplayOptions, folder: Path, 
 
 def _live(corpus: Corpus, target: LiveTarget, options: ReplayOptions, folder: Path, overwrite: bool) -> Run:
     from agentx.cli.progress import Progress
-    from agentx.replay import replay_live
+    from agentx.replay_live import replay_live
 
     with Progress(options.duration_ns) as progress:
         return replay_live(

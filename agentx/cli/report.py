@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentx.units import format_count, format_duration, format_percent
+from agentx.units import NS_PER_S, format_count, format_duration, format_percent
 
 if TYPE_CHECKING:
     from agentx.metrics import Summary
@@ -124,6 +124,7 @@ def _facts(made: Report) -> list[tuple[str, str]]:
         ("corpus", _corpus(made.facts)),
         ("deployment", _deployment(made.facts)),
         ("client", _client(made.facts)),
+        *[("server", text) for text in _servers(made)],
     ]
 
 
@@ -233,6 +234,26 @@ def _deployment(facts: Mapping[str, Any]) -> str:
         exact = {True: ", exact", False: ", not exact", None: ""}[facts["prompt_exact"]]
         parts.append(f"{facts['endpoint']}, prompts as {facts['prompt']}{exact}")
     return ", ".join(parts)
+
+
+def _servers(made: Report) -> Iterator[str]:
+    """What each server says of its own over the window, beside what the client saw."""
+    for url, found in (made.facts["server"] or {}).items():
+        parts = []
+        for name, client in (("ttft", made.distributions["ttft_ns"]), ("itl", made.distributions["itl_ns"])):
+            own = found.get(name)
+            if own and own["n"]:
+                p50 = own["p50_s"]
+                shown = f"over {own['p50_at_least_s']:g} s" if p50 is None else format_duration(p50 * NS_PER_S)
+                parts.append(
+                    f"{name.upper()} P50 {shown} from its buckets (n {own['n']:,.0f}, client {format_duration(client.p50)})"
+                )
+        if found.get("cache_hit") is not None:
+            parts.append(f"cache hit {format_percent(found['cache_hit'])} of its prompt tokens")
+        if found.get("restarted"):
+            parts.append("restarted during the run")
+        if parts:
+            yield f"{url}/metrics: {', '.join(parts)}"
 
 
 def _client(facts: Mapping[str, Any]) -> str:

@@ -21,6 +21,8 @@ LONGEST_MESSAGE = 500
 """Characters of a server's error text that are kept."""
 LARGEST_DOCUMENT = 64 * 1024 * 1024
 """Bytes of an answer that is no stream."""
+ABORTED = frozenset({"abort", "error", "cancelled"})
+"""Finish reasons by which a server says that an answer is not whole."""
 EXPANSION = 4 * 1024 * 1024
 """Bytes that one read may grow to when it is decompressed."""
 
@@ -166,6 +168,8 @@ def _verdict(exchange: Exchange, facts: StreamFacts, answer: Answer) -> tuple[st
         if facts.events == 0 and facts.malformed and exchange.complete:
             return "error", "protocol", "the answer is neither an event stream nor a completion"
         return "truncated", "truncated", "the stream ended without finish reason or [DONE]"
+    if facts.finish_reason in ABORTED:
+        return "error", "aborted", f"the server ended the answer with finish reason {facts.finish_reason!r}"
     if not facts.chunk_ns:
         return "empty", None, None
     return "ok", None, None

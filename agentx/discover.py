@@ -22,6 +22,13 @@ LOOK_S = 10.0
 PROBE_S = 600.0
 """Limit of the probe call in seconds: a busy deployment may queue it."""
 
+HINTS = {
+    "tls_verify": "trust the certificate with --ca FILE, or check none with --insecure",
+    "tls": "check --url: does this port speak https?",
+    "protocol": "check --url: does this port speak http, and not https?",
+}
+"""What to do about a first look that failed, by error kind."""
+
 
 @dataclass(slots=True)
 class Deployment:
@@ -113,9 +120,8 @@ async def _models(client: HttpClient) -> object:
     where = client.endpoint.url(path)
     exchange = await client.fetch(path, limit_s=LOOK_S)
     if exchange.error_kind is not None:
-        raise DeploymentError(
-            f"{where}: {exchange.error_message or exchange.error_kind}", "check --url and that the server is up"
-        )
+        hint = HINTS.get(exchange.error_kind, "check --url and that the server is up")
+        raise DeploymentError(f"{where}: {exchange.error_message or exchange.error_kind}", hint)
     if exchange.status in (401, 403):
         raise DeploymentError(
             f"{where} answered {exchange.status}: {_said(exchange)}",

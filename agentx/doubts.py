@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 
 from agentx import metrics
+from agentx.audit import Audit, disagreements
 from agentx.runs import Run
 from agentx.units import NS_PER_MS, format_count, format_duration, format_percent
 
@@ -51,6 +52,7 @@ def doubts_of(
     cache: metrics.CacheUse,
     lengths: dict[str, metrics.Lengths],
     outcomes: metrics.Outcomes,
+    audited: Audit,
 ) -> Iterator[Doubt]:
     """Every doubt of a run, the gravest first; `good` are its measured calls."""
     yield from _ending_doubts(run, window)
@@ -58,6 +60,7 @@ def doubts_of(
     yield from _sample_doubts(good, found)
     yield from _usage_doubts(good, cache)
     yield from _length_doubts(lengths)
+    yield from (Doubt(kind, text) for kind, text in disagreements(audited, facts["ignore_eos"]))
     yield from _lag_doubts(lag, found["ttft_ns"])
     yield from _client_doubts(run.manifest)
     yield from _deployment_doubts(good, facts)

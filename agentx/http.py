@@ -329,7 +329,7 @@ class HttpClient:
         try:
             await asyncio.wait_for(asyncio.shield(done), limit_s)
         except TimeoutError:
-            self.cancel(exchange, "timeout", f"no complete answer within {limit_s:g} s")
+            self.cancel(exchange, "timeout", f"{_lacking(exchange)} within {limit_s:g} s")
         except asyncio.CancelledError:
             self.cancel(exchange)
             raise
@@ -456,6 +456,13 @@ def _broken_limit(exchange: Exchange, limits: Limits, now: int) -> tuple[str, st
         if limit is not None and now - start >= limit:
             return kind, f"{kind.replace('_', ' ')}: limit {limit / NS_PER_S:g} s"
     return None
+
+
+def _lacking(exchange: Exchange) -> str:
+    """What an exchange in flight still waits for."""
+    if exchange.sent_ns is None:
+        return "no connection (TCP, or its TLS handshake)"
+    return "no answer" if exchange.last_read_ns is None else "no complete answer"
 
 
 def _connect_failure(error: BaseException, endpoint: Endpoint) -> tuple[str, str]:

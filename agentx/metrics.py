@@ -246,7 +246,7 @@ def throughput(calls: pl.DataFrame, window: tuple[int, int]) -> Throughput:
     active_s = covered(intervals) / NS_PER_S
     tokens_in, tokens_out = (total(done[name]) for name in ("prompt_tokens", "completion_tokens"))
     n_in, n_out = (done.height - done[name].null_count() for name in ("prompt_tokens", "completion_tokens"))
-    partial = _partial_tokens(ours.filter(~inside & pl.col("status").is_in(["ok", "cancelled"])), end)
+    partial = arrived_tokens(ours.filter(~inside & pl.col("status").is_in(["ok", "cancelled"])), end)
     known_in, known_out = (done.height > 0 and n >= COVERAGE * done.height for n in (n_in, n_out))
 
     def rate(amount: float, seconds: float, known: bool = True) -> float | None:
@@ -270,13 +270,13 @@ def throughput(calls: pl.DataFrame, window: tuple[int, int]) -> Throughput:
     )
 
 
-def _partial_tokens(running: pl.DataFrame, end: int) -> float:
-    """Tokens that calls still running at `end` had sent: their share of chunks where the total is known, else
+def arrived_tokens(calls: pl.DataFrame, end: int) -> float:
+    """Output tokens of calls that had arrived by `end`: the share of their chunks where the total is known, else
     one token per chunk, which is the least it can be."""
     arrived = pl.col("chunk_ns").list.eval(pl.element() <= end).list.sum()
     chunks = pl.col("chunk_ns").list.len()
     per_chunk = pl.when(chunks > 0).then(pl.col("completion_tokens") / chunks).fill_null(1.0)
-    return float(running.select((arrived * per_chunk).sum()).item() or 0)
+    return float(calls.select((arrived * per_chunk).sum()).item() or 0)
 
 
 def covered(intervals: npt.NDArray[np.int64]) -> int:

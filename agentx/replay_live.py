@@ -102,7 +102,7 @@ async def _replay_live(
         observer.tick(ready.clients[0].now_ns(), lanes)
         if lanes.window is not None and "window" not in writer.manifest:
             writer.update(window=window_facts(lanes.window))
-            looking.add(loop.create_task(servers.start()))
+            looking.add(loop.create_task(servers.open_window()))
         if writer.fault is not None:
             driver.stop("the run can no longer be written")
 
@@ -119,6 +119,7 @@ async def _replay_live(
         extra_headers=target.affinity_headers(nonce),
     )
     writer.in_flight = driver.in_flight_rows
+    await servers.begin()
     numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread() else ()
     for number in numbers:
         loop.add_signal_handler(number, _on_signal, driver, observer)

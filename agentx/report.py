@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from agentx import metrics, store
+from agentx.audit import Audit, audit
 from agentx.doubts import Doubt, client_error, doubts_of
 from agentx.runs import Run, load_run
 from agentx.units import NS_PER_S, format_duration, format_percent
@@ -43,6 +44,7 @@ class Report:
     """None where the measured window never opened."""
     cache: metrics.CacheUse
     lengths: dict[str, metrics.Lengths]
+    audit: Audit
     facts: dict[str, Any]
     row: dict[str, Any]
     """The run in the shape of the seed's Table 7."""
@@ -72,6 +74,7 @@ class Report:
             "throughput": asdict(self.throughput) if self.throughput else None,
             "cache": asdict(self.cache),
             "lengths": {name: asdict(lengths) for name, lengths in self.lengths.items()},
+            "audit": {**asdict(self.audit), "completed_share": self.audit.completed_share},
             "facts": self.facts,
             "row": self.row,
         }
@@ -89,10 +92,11 @@ def make_report(run: Run) -> Report:
     lengths = metrics.lengths(good)
     outcomes = metrics.outcomes(calls)
     facts = facts_of(manifest)
+    audited = audit(calls, good, window, manifest.get("server"))
     return Report(
         notice=_notice(manifest, distributions),
         summary=_summary(facts, used, distributions, cache),
-        doubts=tuple(doubts_of(run, good, facts, window, distributions, lag, cache, lengths, outcomes)),
+        doubts=tuple(doubts_of(run, good, facts, window, distributions, lag, cache, lengths, outcomes, audited)),
         distributions=distributions,
         lag=lag,
         counts=metrics.counts(calls),
@@ -103,6 +107,7 @@ def make_report(run: Run) -> Report:
         throughput=used,
         cache=cache,
         lengths=lengths,
+        audit=audited,
         facts=facts,
         row=_row(facts, distributions, used, cache),
     )

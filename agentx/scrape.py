@@ -221,22 +221,29 @@ class ServerWatch:
         """`clients` are its own: they are closed by `finish`."""
         self._clients = clients
         self._model = model
+        self._first: dict[str, Look] = {}
         self._before: dict[str, Look] = {}
 
-    async def start(self) -> None:
-        """Take the first look, or take it again."""
+    async def begin(self) -> None:
+        """Look before the first call."""
+        self._first = self._before = await self._look()
+
+    async def open_window(self) -> None:
+        """Look as the window opens."""
         self._before = await self._look()
 
     async def finish(self) -> dict[str, Any]:
-        """What happened since the last `start`, by URL."""
+        """What happened by URL: since the window opened, and as `whole_run` the tokens counted since `begin`."""
         after = await self._look()
         for client in self._clients:
             client.close()
-        return {
-            url: change(before, after[url], self._model).to_json()
-            for url, before in self._before.items()
-            if url in after
-        }
+        found = {}
+        for url, before in self._before.items():
+            if url in after:
+                found[url] = change(before, after[url], self._model).to_json()
+                whole = change(self._first[url], after[url], self._model).counts if url in self._first else {}
+                found[url]["whole_run"] = {name: whole.get(name) for name in ("prompt_tokens", "generation_tokens")}
+        return found
 
     async def _look(self) -> dict[str, Look]:
         found = {}

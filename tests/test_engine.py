@@ -75,6 +75,10 @@ def test_sixteen_lanes_complete_without_an_error(tmp_path: Path) -> None:
     assert (sent["completion_tokens"] == sent["planned_output_tokens"]).all()
     report = make_report(run)
     assert report.cache.n_reporting == report.cache.n
+    assert {kind: count.server - count.client for kind, count in report.audit.server.items()} == {
+        "prompt": 0,
+        "output": 0,
+    }
     assert run.manifest["deployment"]["prompt_exact"] is True
 
 

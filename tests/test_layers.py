@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("live", "discover", "scrape"),
     ("selfcheck",),
     ("runs", "metrics"),
+    ("audit",),
     ("doubts",),
     ("report",),
     ("sim", "engines"),

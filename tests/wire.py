@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,13 +32,15 @@ class Script:
 class Wire:
     """A running scripted server and what it saw."""
 
+    host: str
+    scheme: str
     port: int = 0
     requests: list[bytes] = field(default_factory=list)
     connections: int = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
 
 def head(status: str = "200 OK", *headers: str) -> bytes:
@@ -74,9 +77,18 @@ def delta(content: str | None = None, finish: str | None = None, usage: str | No
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Callable[[int, bytes], Script]) -> AsyncIterator[Wire]:
-    """A server that plays `answer(request number, request)` for each request on any connection."""
-    wire = Wire()
+async def serving(
+    answer: Callable[[int, bytes], Script],
+    *,
+    host: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+    idle_close_s: float | None = None,
+) -> AsyncIterator[Wire]:
+    """A server that plays `answer(request number, request)` for each request on any connection.
+
+    A connection without a request for `idle_close_s` is closed.
+    """
+    wire = Wire(host=f"[{host}]" if ":" in host else host, scheme="https" if tls else "http")
     tasks: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,7 +97,7 @@ async def serving(answer: Callable[[int, bytes], Script]) -> AsyncIterator[Wire]
         assert task is not None
         tasks.add(task)
         try:
-            while request := await read_request(reader):
+            while request := await asyncio.wait_for(read_request(reader), idle_close_s):
                 wire.requests.append(request)
                 script = answer(len(wire.requests) - 1, request)
                 start = asyncio.get_running_loop().time()
@@ -100,13 +112,13 @@ async def serving(answer: Callable[[int, bytes], Script]) -> AsyncIterator[Wire]
                     return
                 if script.close == "clean":
                     return
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0, limit=2**26)
+    server = await asyncio.start_server(handle, host, 0, limit=2**26, ssl=tls)
     wire.port = server.sockets[0].getsockname()[1]
     try:
         yield wire

@@ -6,6 +6,7 @@ commands, so that `--help` and the first request are quick.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -16,6 +17,8 @@ from agentx.errors import AgentxError
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What a place that output is sent to refuses with."""
 
 
 def build_app() -> typer.Typer:
@@ -62,6 +65,7 @@ def run(arguments: list[str] | None = None) -> int:
     """The exit code of one command line, errors printed on stderr; `arguments` default to the process's own."""
     try:
         result = build_app()(args=arguments, standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except AgentxError as error:
         if os.environ.get("AGENTX_DEBUG"):
@@ -76,5 +80,16 @@ def run(arguments: list[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in UNWRITABLE:
+            raise
+        _drop_output()
+        sys.stderr.write(f"error: the output cannot be printed: {error.strerror}\nhint: look where it goes to\n")
+        return EXIT_INPUT
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere: the interpreter would try it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

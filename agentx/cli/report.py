@@ -120,6 +120,7 @@ def _facts(made: Report) -> list[tuple[str, str]]:
         *_throughput(made),
         ("cache hit", _cache(made)),
         ("lengths", _lengths(made)),
+        ("tokens", _tokens(made)),
         ("settings", _settings(made.facts)),
         ("corpus", _corpus(made.facts)),
         ("deployment", _deployment(made.facts)),
@@ -184,6 +185,20 @@ def _lengths(made: Report) -> str:
         f"{name} {of.planned:,} planned, {of.achieved:,} achieved, {of.n_off:,} of {of.n:,} calls differ"
         for name, of in made.lengths.items()
     )
+
+
+def _tokens(made: Report) -> str:
+    found = made.audit
+    reasons = ", ".join(f"{reason} {n:,}" for reason, n in found.finish_reasons.items())
+    parts = [
+        f"output {found.asked:,} asked for, {found.reported:,} reported in {found.chunks:,} chunks "
+        f"(n {found.n_reporting:,} of {found.n:,})",
+        f"completed calls hold {format_percent(found.completed_share)} of what arrived in the window",
+        f"finished by {reasons or '-'}",
+    ]
+    for kind, count in found.server.items():
+        parts.append(f"{kind} over the whole run: server {count.server:,.0f}, calls {count.client:,}")
+    return "; ".join(parts)
 
 
 def _rate(value: float | None) -> str:

@@ -22,6 +22,9 @@ every subagent), then draws the next. The rules:
 
 A driver calls `begin` once, then asks `next_due_ns`, calls `take` until it gives None, sends what it
 got, and reports each end with `ended`. Under a real clock that is a live run, under a virtual clock a simulated one.
+
+Lanes never look at each other but in two places, the opening of the window and the idle cap. So a part of
+the lanes plays the same in a process of its own, if the window is opened for all parts at one time.
 """
 
 from __future__ import annotations
@@ -97,8 +100,19 @@ class Lanes:
     """The lanes of one run over `sessions`; rows of turns that are never sent go to `record`."""
 
     def __init__(
-        self, sessions: Sequence[SessionTree], settings: LaneSettings, record: Callable[[CallRow], None]
+        self,
+        sessions: Sequence[SessionTree],
+        settings: LaneSettings,
+        record: Callable[[CallRow], None],
+        *,
+        part: Sequence[int] | None = None,
+        on_warm: Callable[[], None] | None = None,
     ) -> None:
+        """`part` are the numbers of the lanes that are played here; None: all of them.
+
+        With `on_warm` the window does not open by itself: it is told when every warm-up call has ended,
+        and `open_window` is up to the driver.
+        """
         if len(sessions) == 0:
             raise InputError("no session to replay", "check the corpus and the context limit")
         if settings.lanes < 1:
@@ -115,14 +129,15 @@ class Lanes:
         self.in_flight = 0
         self.window: tuple[int, int] | None = None
         """(start, end) of the measured window; None while warm-up calls are out."""
-        self._lanes = [_Lane(number) for number in range(settings.lanes)]
+        self._on_warm = on_warm
+        self._lanes = {number: _Lane(number) for number in (range(settings.lanes) if part is None else part)}
 
     def begin(self, now_ns: int) -> None:
         """Start: warm-up calls are due from now on, or the window opens now."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             self._begin_first(lane, now_ns)
         if self._warming == 0:
-            self._open_window(now_ns)
+            self._warm(now_ns)
 
     @property
     def finished(self) -> bool:
@@ -137,7 +152,7 @@ class Lanes:
     @property
     def busy(self) -> int:
         """Lanes with at least one call in flight."""
-        return sum(lane.in_flight > 0 for lane in self._lanes)
+        return sum(lane.in_flight > 0 for lane in self._lanes.values())
 
     def next_due_ns(self) -> int | None:
         """When to call `take` next if no call ends before: a due time, or the window's end; None when closed."""
@@ -185,9 +200,7 @@ class Lanes:
             else:
                 self._advance(lane, call.stream, call.turn, now_ns)
             if self.window is not None:
-                self._apply_idle_cap(now_ns)
-                if self.in_flight == 0 and self._peek() is None:  # every session was played often enough
-                    self.close(now_ns)
+                self._look_ahead(now_ns)
 
     def close(self, now_ns: int, reason: str = "window_end") -> None:
         """Start nothing any more, the window ends: every turn not sent is recorded as skipped for `reason`."""
@@ -197,7 +210,7 @@ class Lanes:
         if self.window is not None:
             self.window = (self.window[0], max(self.window[0], min(self.window[1], now_ns)))
         self._pending.clear()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             if lane.tree is not None and not lane.aborted:
                 self._skip_rest(lane, reason)
 
@@ -255,9 +268,18 @@ class Lanes:
     def _ramp_ns(self, lane: _Lane) -> int:
         return self._settings.ramp_ns * lane.number // self._settings.lanes
 
-    def _open_window(self, now_ns: int) -> None:
+    def _warm(self, now_ns: int) -> None:
+        if self._on_warm is None:
+            self.open_window(now_ns)
+        else:
+            self._on_warm()
+
+    def open_window(self, now_ns: int) -> None:
+        """Open the measured window at `now_ns`; every warm-up call has ended."""
+        if self._closed:
+            return
         self.window = (now_ns, now_ns + self._settings.duration_ns)
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             due = now_ns + self._ramp_ns(lane)
             if lane.tree is None or (lane.aborted and not self._draw(lane)):
                 continue
@@ -266,13 +288,13 @@ class Lanes:
                 self._push(lane, 0, lane.start_turn, due)
                 continue
             self._start(lane, 0, due)
-        self._apply_idle_cap(now_ns)
+        self._look_ahead(now_ns)
 
     def _warmup_ended(self, lane: _Lane, now_ns: int) -> None:
         lane.streams[0].ended_ns = now_ns
         self._warming -= 1
         if self._warming == 0:
-            self._open_window(now_ns)
+            self._warm(now_ns)
 
     # What follows a turn.
 
@@ -388,10 +410,12 @@ class Lanes:
             heapq.heappop(self._pending)
         return None
 
-    def _apply_idle_cap(self, now_ns: int) -> None:
-        cap = self._settings.idle_cap_ns
-        if cap is None or self.in_flight > 0:
+    def _look_ahead(self, now_ns: int) -> None:
+        """Where nothing is in flight: apply the idle cap, and close when every session was played often enough."""
+        if self.in_flight > 0:
             return
-        due = self._peek()
-        if due is not None and due > now_ns + cap:
+        due, cap = self._peek(), self._settings.idle_cap_ns
+        if due is None:
+            self.close(now_ns)
+        elif cap is not None and due > now_ns + cap:
             self._shift_ns += due - now_ns - cap

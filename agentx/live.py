@@ -90,7 +90,7 @@ class LiveDriver:
         clients: Sequence[HttpClient],
         prompts: Prompts,
         blocks_of: Callable[[SessionTree, int], PlayBlocks],
-        ceilings: CeilingTracker,
+        ceilings: CeilingTracker | None,
         record: Callable[[CallRow], None],
         settings: LiveSettings,
         *,
@@ -101,9 +101,10 @@ class LiveDriver:
     ) -> None:
         """`clients` share one clock; a lane sends to one of them, so a session stays where it began.
 
-        `blocks_of` gives the blocks of a session tree's play; it is asked once per play of a lane.
+        `blocks_of` gives the blocks of a session tree's play; it is asked once per play of a lane. Without
+        `ceilings` the rows have none.
         """
-        self._lanes = lanes
+        self.lanes = lanes
         self._clients = clients
         self._prompts = prompts
         self._ceilings = ceilings
@@ -123,21 +124,21 @@ class LiveDriver:
         self._over = self._loop.create_future()
         self._cut_at_ns: int | None = None
         self._last_sign_ns = 0
-        self.watch = LoopWatch()
+        self._watch = LoopWatch()
         self.ended_because = "window"
         """Why the run ended: `window`, `interrupted`, `stalled`, or what `stop` was told."""
 
     async def run(self) -> None:
         """Replay until nothing is in flight and nothing will start."""
         ticking = self._loop.create_task(self._ticking())
-        self.watch.start()
-        self._lanes.begin(self._now())
+        self._watch.start()
+        self.lanes.begin(self._now())
         try:
             self._pump()
             await self._over
         finally:
             ticking.cancel()
-            self.watch.stop()
+            self._watch.stop()
             if self._wake is not None:
                 self._wake.cancel()
             for client in self._clients:
@@ -149,19 +150,28 @@ class LiveDriver:
             self._cut("interrupted")
         else:
             self.ended_because = "interrupted"
-            self._lanes.close(self._now(), "interrupted")
+            self.lanes.close(self._now(), "interrupted")
             self._drop_ready("interrupted")
         self._pump_soon()
 
     def stop(self, reason: str) -> None:
         """End now for `reason`: start nothing more and cut what is in flight."""
-        if self._lanes.finished:
+        if self.lanes.finished:
             return
         self.ended_because = reason
-        self._lanes.close(self._now(), "stopped")
+        self.lanes.close(self._now(), "stopped")
         self._drop_ready("stopped")
         self._cut("stopped")
         self._pump_soon()
+
+    def open_window(self, at_ns: int) -> None:
+        """Open the window where the lanes do not open it themselves."""
+        self.lanes.open_window(at_ns)
+        self._pump_soon()
+
+    def facts(self) -> dict[str, Any]:
+        """How the event loop did."""
+        return self._watch.facts()
 
     def in_flight_rows(self) -> list[CallRow]:
         """A row per call in flight, as it would stand if the run were killed now."""
@@ -189,14 +199,14 @@ class LiveDriver:
         if self._over.done():
             return
         now = self._now()
-        while call := self._lanes.take(now, LEAD_NS):
+        while call := self.lanes.take(now, LEAD_NS):
             self._prepare(call)
             now = self._now()
         while self._ready and self._ready[0][0] <= now:
             self._send(heapq.heappop(self._ready)[2])
             now = self._now()
         self._cut_if_late(now)
-        if self._lanes.finished:
+        if self.lanes.finished:
             self._over.set_result(None)
             return
         wake = self._next_ns()
@@ -206,9 +216,9 @@ class LiveDriver:
     def _next_ns(self) -> int | None:
         """When the pump is needed next if no call ends before."""
         times = [self._ready[0][0]] if self._ready else []
-        due = self._lanes.next_due_ns()
+        due = self.lanes.next_due_ns()
         if due is not None:
-            window = self._lanes.window
+            window = self.lanes.window
             times.append(due if window is not None and due >= window[1] else due - LEAD_NS)
         if self._cut_at_ns is not None and self._flying:
             times.append(self._cut_at_ns)
@@ -228,7 +238,7 @@ class LiveDriver:
 
     def _cut_if_late(self, now_ns: int) -> None:
         """Cut what is in flight when the grace after the window is over."""
-        window = self._lanes.window
+        window = self.lanes.window
         if window is None or self._settings.drain or self.ended_because != "window" or now_ns < window[1]:
             return
         self._drop_ready("window_end")
@@ -248,7 +258,7 @@ class LiveDriver:
             if sending.refusal is not None:
                 row = self._row(sending, sending.refusal)
             self._record(row)
-            self._lanes.ended(sending.call, self._now(), row.status)
+            self.lanes.ended(sending.call, self._now(), row.status)
 
     # One call
 
@@ -272,14 +282,14 @@ class LiveDriver:
         heapq.heappush(self._ready, (due_ns, self._taken, sending))
 
     def _send(self, sending: _Sending) -> None:
-        if sending.ceiling is None:
+        if sending.ceiling is None and self._ceilings is not None:
             sending.ceiling = self._ceilings.observe(sending.salt, sending.keys, sending.last_tokens)
         self._flying[sending.exchange] = sending
         sending.client.send(sending.exchange)
 
     def _sends_again(self, sending: _Sending) -> bool:
         """Queue another attempt of a call that was refused for now; False where the refusal stands."""
-        exchange, window = sending.exchange, self._lanes.window
+        exchange, window = sending.exchange, self.lanes.window
         if exchange.status not in self._settings.retry or sending.attempts + 1 >= MOST_ATTEMPTS:
             return False
         due_ns = self._now() + retry_after_ns(exchange, sending.attempts)
@@ -302,12 +312,12 @@ class LiveDriver:
         row = self._row(sending, observe(exchange, sending.answer))
         self._record(row)
         assert exchange.end_ns is not None
-        self._lanes.ended(sending.call, exchange.end_ns, row.status)
+        self.lanes.ended(sending.call, exchange.end_ns, row.status)
         self._pump_soon()
 
     def _row(self, sending: _Sending, observed: dict[str, Any]) -> CallRow:
         """The row of a call that has ended with what its last attempt saw."""
-        window, end_ns = self._lanes.window, observed["end_ns"]
+        window, end_ns = self.lanes.window, observed["end_ns"]
         late = window is not None and end_ns is not None and end_ns > window[1]
         columns = {
             **observed,

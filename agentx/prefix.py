@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -101,6 +102,22 @@ class PlayBlocks:
             source.input_tokens[turn],
             self.block_size,
             lambda: salt_of(self.salt, source.session_id, turn),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRule:
+    """How the blocks of a run's plays come about: what `PlayBlocks` needs beside the tree and the play."""
+
+    block_size: int
+    scope: str
+    nonce: str
+    cache_bust: bool
+
+    def __call__(self, tree: SessionTree, play: int) -> PlayBlocks:
+        """The blocks of a session tree's play."""
+        return PlayBlocks(
+            tree, play, block_size=self.block_size, scope=self.scope, nonce=self.nonce, cache_bust=self.cache_bust
         )
 
 
@@ -253,7 +270,7 @@ class CeilingTracker:
 class LanePlays:
     """The blocks each lane is playing; what a finished play sent is forgotten where none can share it."""
 
-    def __init__(self, make: Callable[[SessionTree, int], PlayBlocks], ceilings: CeilingTracker) -> None:
+    def __init__(self, make: Callable[[SessionTree, int], PlayBlocks], ceilings: CeilingTracker | None) -> None:
         """`make` gives the blocks of a session tree's play."""
         self._make = make
         self._ceilings = ceilings
@@ -263,7 +280,7 @@ class LanePlays:
         """The blocks of the play that the lane is on."""
         blocks = self._current.get(lane)
         if blocks is None or blocks.play != play or blocks.tree is not tree:
-            if blocks is not None and blocks.private:
+            if self._ceilings is not None and blocks is not None and blocks.private:
                 self._ceilings.forget(blocks.salt)
             blocks = self._current[lane] = self._make(tree, play)
         return blocks

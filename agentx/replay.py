@@ -16,13 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
+
 from agentx import __version__
 from agentx.call import planned_row
-from agentx.corpus import Corpus, fits
+from agentx.corpus import Corpus, Sessions, fits
 from agentx.deployment import Deployment
 from agentx.errors import InputError
 from agentx.lanes import Lanes, LaneSettings
-from agentx.prefix import PlayBlocks
+from agentx.prefix import BlockRule
 from agentx.runs import Run, RunWriter
 from agentx.sim.driver import SimDriver
 from agentx.sim.model import SimModel
@@ -63,6 +65,8 @@ class ReplayOptions:
     """Live: measure the client's own error first."""
     canary: bool = True
     """Live: one short call, then several at once, must pass first."""
+    workers: int | None = 1
+    """Live: processes that the lanes are dealt out to; None: as many as so many lanes usually need."""
 
     def lane_settings(self) -> LaneSettings:
         """The part that the lanes need."""
@@ -81,6 +85,30 @@ class ReplayOptions:
         )
 
 
+class LanesView(Protocol):
+    """The state of a run's lanes, wherever they are."""
+
+    @property
+    def size(self) -> int:
+        """Number of lanes."""
+        ...
+
+    @property
+    def busy(self) -> int:
+        """Lanes with at least one call in flight."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Calls in flight."""
+        ...
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """(start, end) of the measured window; None while warm-up calls are out."""
+        ...
+
+
 class Observer(Protocol):
     """Who watches a run: the live display, or nobody."""
 
@@ -88,7 +116,7 @@ class Observer(Protocol):
         """A turn has become a row."""
         ...
 
-    def tick(self, now_ns: int, lanes: Lanes) -> None:
+    def tick(self, now_ns: int, lanes: LanesView) -> None:
         """Time has passed."""
         ...
 
@@ -103,7 +131,7 @@ class Nobody:
     def observe(self, row: CallRow) -> None:
         """Nothing."""
 
-    def tick(self, now_ns: int, lanes: Lanes) -> None:
+    def tick(self, now_ns: int, lanes: LanesView) -> None:
         """Nothing."""
 
     def note(self, text: str) -> None:
@@ -112,7 +140,7 @@ class Nobody:
 
 def context_gate(
     corpus: Corpus, options: ReplayOptions, window: int | None, observer: Observer
-) -> tuple[Sequence[SessionTree], list[CallRow]]:
+) -> tuple[Sessions, list[CallRow]]:
     """(sessions that fit the window, rows of the turns of those that do not).
 
     Raises InputError where nothing fits, or where something does not and the options are strict.
@@ -178,20 +206,9 @@ def host_facts() -> dict[str, Any]:
     }
 
 
-def block_maker(corpus: Corpus, options: ReplayOptions, nonce: str) -> Callable[[SessionTree, int], PlayBlocks]:
-    """A function giving the blocks of a session tree's play."""
-
-    def blocks(tree: SessionTree, play: int) -> PlayBlocks:
-        return PlayBlocks(
-            tree,
-            play,
-            block_size=corpus.block_size,
-            scope=corpus.hash_id_scope,
-            nonce=nonce,
-            cache_bust=options.cache_bust,
-        )
-
-    return blocks
+def block_rule(corpus: Corpus, options: ReplayOptions, nonce: str) -> BlockRule:
+    """How the blocks of this corpus's plays come about."""
+    return BlockRule(corpus.block_size, corpus.hash_id_scope, nonce, options.cache_bust)
 
 
 def replay_sim(
@@ -237,7 +254,7 @@ def replay_sim(
     driver = SimDriver(
         lanes,
         SimModel(deployment, corpus.block_size),
-        block_maker(corpus, options, "sim"),
+        block_rule(corpus, options, "sim"),
         record,
         grace_ns=options.grace_ns,
         drain=options.drain,
@@ -251,7 +268,7 @@ def replay_sim(
     try:
         driver.run()
     except BaseException:
-        writer.abandon()
+        writer.close()
         raise
     finally:
         if before is not None:
@@ -271,11 +288,17 @@ def recorder(writer: RunWriter, observer: Observer, dropped: Sequence[CallRow]) 
     return record
 
 
-def finish(writer: RunWriter, lanes: Lanes, reason: str, at_ns: int) -> Run:
-    """The finished run, with its window and why it ended."""
+def finish(
+    writer: RunWriter,
+    lanes: LanesView,
+    reason: str,
+    at_ns: int,
+    amend: Callable[[pa.Table], pa.Table] = lambda table: table,
+) -> Run:
+    """The finished run, with its window and why it ended; `amend` may complete the rows."""
     if lanes.window is not None:
         writer.update(window=window_facts(lanes.window))
-    return writer.finish({"reason": reason, "at_ns": at_ns})
+    return writer.finish({"reason": reason, "at_ns": at_ns}, amend)
 
 
 def window_facts(window: tuple[int, int]) -> dict[str, int]:

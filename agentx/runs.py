@@ -1,10 +1,10 @@
 """The run folder: rows on disk within seconds of happening, whatever becomes of the process.
 
 While a run lasts, a background thread appends the rows that have gathered to `calls.arrow` (an Arrow
-IPC stream) about once a second, and rewrites `in_flight.arrow`, a row for each call on its way. At the
-end the journal becomes `calls.parquet`. A run whose process was killed is read from the journal: a
-torn last batch is dropped, and the calls that were on their way stand as `cancelled`, error kind
-`killed`.
+IPC stream) about once a second, and rewrites `in_flight.arrow`, a row for each call on its way. Worker
+processes have journals of their own beside it (`calls.0.arrow`, `in_flight.0.arrow`, ...). At the end
+all journals become `calls.parquet`. A run whose process was killed is read from its journals: a torn
+last batch is dropped, and the calls that were on their way stand as `cancelled`, error kind `killed`.
 
 Rows leave memory only when they are whole on the disk, and a part that a full disk left is overwritten
 by the next attempt. So nothing that was saved is lost, and nothing at all where there is room again
@@ -14,6 +14,7 @@ before the end.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -43,7 +44,8 @@ JOURNAL = "calls.arrow"
 IN_FLIGHT = "in_flight.arrow"
 
 OURS = (MANIFEST, CALLS, JOURNAL, IN_FLIGHT, "report.json", "report.html", "server_metrics.parquet")
-"""Files of a run folder: what `overwrite` may remove."""
+"""Files of a run folder: what `overwrite` may remove, with the journals of workers."""
+_PART = re.compile(r"(calls|in_flight)\.\d+\.arrow")
 
 ORDER = ["root_session_id", "play", "lane", "session_id", "turn"]
 """Sort keys of `calls.parquet`: a session's turns stand together, in an order that no timing changes."""
@@ -62,30 +64,27 @@ class Run:
     """False where it was read from the journal of a run that never finished."""
 
 
-class RunWriter:
-    """Writes one run folder; `add` is cheap and never waits for the disk."""
+class Journal:
+    """Keeps the rows of one process in a run folder; `add` is cheap and never waits for the disk."""
 
     def __init__(
         self,
         folder: Path,
-        manifest: Mapping[str, Any],
         *,
+        part: int | None = None,
         in_flight: Callable[[], Sequence[CallRow]] = tuple,
-        overwrite: bool = False,
     ) -> None:
-        """Raises InputError where the folder holds something else, or a run and `overwrite` is not set."""
+        """`part` is the number of a worker process. Raises InputError where the folder cannot be written."""
         self.folder = folder
-        self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **manifest, "ended": None}
         self.in_flight = in_flight
-        _prepare(folder, overwrite)
+        self._path = folder / _part_name(JOURNAL, part)
+        self._flying_path = folder / _part_name(IN_FLIGHT, part)
         self._rows: deque[CallRow] = deque()
         self._fault: Exception | None = None
         self._stop = threading.Event()
-        self._manifest_changed = False
         self._saved_bytes = 0
-        store.atomic_write_json(folder / MANIFEST, self.manifest)
         try:
-            self._file = (folder / JOURNAL).open("wb", buffering=0)
+            self._file = self._path.open("wb", buffering=0)
             self._append(CALLS_SCHEMA.serialize().to_pybytes())
         except OSError as error:
             raise InputError(f"{folder}: cannot be written: {error.strerror}", "check the folder") from error
@@ -100,39 +99,12 @@ class RunWriter:
     def fault(self) -> Exception | None:
         """Why the journal cannot be written any more; None while it can.
 
-        The thread has stopped then, and rows stay in memory. `finish` tries once more, then raises it.
+        The thread has stopped then, and rows stay in memory. `close` tries once more.
         """
         return self._fault
 
-    def update(self, **facts: Any) -> None:
-        """Merge facts into `run.json`; it is written with the next flush."""
-        self.manifest.update(facts)
-        self._manifest_changed = True
-
-    def finish(self, ended: Mapping[str, Any]) -> Run:
-        """The finished run: `calls.parquet` written, the journal removed.
-
-        Raises InputError where the disk refuses; what was saved until then stays readable.
-        """
-        self._stop.set()
-        self._thread.join()
-        self._flush()
-        self._file.close()
-        if self._fault is not None:
-            raise InputError(
-                f"{self.folder}: the run can no longer be written: {self._fault}",
-                "free some space; what was written until then can be read with agentx report",
-            )
-        self.manifest["ended"] = dict(ended)
-        store.atomic_write_json(self.folder / MANIFEST, self.manifest)
-        table = _sorted(_read_journal(self.folder / JOURNAL))
-        store.atomic_write_table(self.folder / CALLS, table, row_group_size=65536)
-        (self.folder / JOURNAL).unlink()
-        (self.folder / IN_FLIGHT).unlink(missing_ok=True)
-        return Run(self.folder, self.manifest, _frame(table), complete=True)
-
-    def abandon(self) -> None:
-        """Save what has gathered and leave the journal as it is: the run reads like one that was killed."""
+    def close(self) -> None:
+        """Save what has gathered, the last time; look at `fault` afterwards."""
         self._stop.set()
         self._thread.join()
         self._flush()
@@ -143,18 +115,19 @@ class RunWriter:
             self._flush()
 
     def _flush(self) -> None:
-        """Save the rows that have gathered, then the calls on their way, then the manifest if it changed."""
+        """Save the rows that have gathered, then the calls on their way, then what else there is."""
         try:
             flying = self.in_flight()  # before the rows: a call that ends in between is in both, not in neither
             self._save_rows()
             table = pa.Table.from_batches([calls_batch(flying)], schema=CALLS_SCHEMA)
-            store.atomic_write_table(self.folder / IN_FLIGHT, table)
-            if self._manifest_changed:
-                self._manifest_changed = False
-                store.atomic_write_json(self.folder / MANIFEST, self.manifest)
+            store.atomic_write_table(self._flying_path, table)
+            self._save_more()
             self._fault = None
         except (OSError, pa.ArrowException, InputError) as error:
             self._fault = error
+
+    def _save_more(self) -> None:
+        """What else is saved with each flush."""
 
     def _save_rows(self) -> None:
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
@@ -179,6 +152,75 @@ class RunWriter:
         self._saved_bytes += len(data)
 
 
+class RunWriter(Journal):
+    """Writes one run folder: its manifest, its own journal, and at the end every journal as one table."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        *,
+        in_flight: Callable[[], Sequence[CallRow]] = tuple,
+        overwrite: bool = False,
+    ) -> None:
+        """Raises InputError where the folder holds something else, or a run and `overwrite` is not set."""
+        self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **manifest, "ended": None}
+        self._manifest_changed = False
+        _prepare(folder, overwrite)
+        store.atomic_write_json(folder / MANIFEST, self.manifest)
+        super().__init__(folder, in_flight=in_flight)
+
+    def update(self, **facts: Any) -> None:
+        """Merge facts into `run.json`; it is written with the next flush."""
+        self.manifest.update(facts)
+        self._manifest_changed = True
+
+    def finish(self, ended: Mapping[str, Any], amend: Callable[[pa.Table], pa.Table] = lambda table: table) -> Run:
+        """The finished run: `calls.parquet` written with what `amend` makes of the rows, the journals removed.
+
+        Raises InputError where the disk refuses; what was saved until then stays readable.
+        """
+        self.close()
+        if self.fault is not None:
+            raise unwritable(self.folder, self.fault)
+        self.manifest["ended"] = dict(ended)
+        store.atomic_write_json(self.folder / MANIFEST, self.manifest)
+        table = _sorted(amend(_salvage(self.folder)))  # a worker that died left calls on their way
+        store.atomic_write_table(self.folder / CALLS, table, row_group_size=65536)
+        for path in (*_parts(self.folder, JOURNAL), *_parts(self.folder, IN_FLIGHT)):
+            path.unlink()
+        return Run(self.folder, self.manifest, _frame(table), complete=True)
+
+    def _save_more(self) -> None:
+        if self._manifest_changed:
+            self._manifest_changed = False
+            store.atomic_write_json(self.folder / MANIFEST, self.manifest)
+
+
+def unwritable(folder: Path, fault: object) -> InputError:
+    """The error of a run that the disk refuses."""
+    return InputError(
+        f"{folder}: the run can no longer be written: {fault}",
+        "free some space; what was written until then can be read with agentx report",
+    )
+
+
+def _part_name(name: str, part: int | None) -> str:
+    """`calls.arrow`, or `calls.3.arrow` of worker 3."""
+    stem, suffix = name.split(".")
+    return name if part is None else f"{stem}.{part}.{suffix}"
+
+
+def _parts(folder: Path, name: str) -> list[Path]:
+    """The files of this name in a run folder: the main process's and the workers'."""
+    stem = name.split(".")[0]
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name == name or (_PART.fullmatch(path.name) and path.name.startswith(f"{stem}."))
+    )
+
+
 def _prepare(folder: Path, overwrite: bool) -> None:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -195,7 +237,7 @@ def _make_room(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         raise InputError(f"{folder}: already holds a run", "choose another folder with -o, or give --overwrite")
     paths = sorted(folder.iterdir())
-    foreign = [path.name for path in paths if not path.is_file() or (path.name not in OURS and path.suffix != ".tmp")]
+    foreign = [path.name for path in paths if not path.is_file() or not _is_ours(path.name)]
     if foreign:
         raise InputError(
             f"{folder}: holds a run and {', '.join(foreign[:3])}, not written by agentx",
@@ -203,6 +245,10 @@ def _make_room(folder: Path, overwrite: bool) -> None:
         )
     for path in paths:
         path.unlink()
+
+
+def _is_ours(name: str) -> bool:
+    return name in OURS or name.endswith(".tmp") or bool(_PART.fullmatch(name))
 
 
 def load_run(folder: Path) -> Run:
@@ -241,15 +287,24 @@ def _read_calls(path: Path) -> pl.DataFrame:
 
 
 def _salvage(folder: Path) -> pa.Table:
-    """What the journal of an unfinished run holds, and the calls that were on their way."""
-    journal = _read_journal(folder / JOURNAL)
-    try:
-        with pa.OSFile(str(folder / IN_FLIGHT)) as file:
-            flying = _frame(pa.ipc.open_file(file).read_all())
-    except (pa.ArrowException, OSError):
-        return journal
-    new = flying.join(_frame(journal), on=_KEY, how="anti")
-    return pa.concat_tables([journal, new.to_arrow().cast(CALLS_SCHEMA)])
+    """What the journals of a run hold, and the calls that were on their way when a process died."""
+    journal = _read_journals(folder)
+    found = [journal]
+    for path in _parts(folder, IN_FLIGHT):
+        try:
+            with pa.OSFile(str(path)) as file:
+                flying = _frame(pa.ipc.open_file(file).read_all())
+        except (pa.ArrowException, OSError):
+            continue
+        new = flying.join(_frame(journal), on=_KEY, how="anti")
+        found.append(new.to_arrow().cast(CALLS_SCHEMA))
+    return pa.concat_tables(found)
+
+
+def _read_journals(folder: Path) -> pa.Table:
+    """The rows of every journal in a run folder."""
+    empty = CALLS_SCHEMA.empty_table()
+    return pa.concat_tables([empty, *(_read_journal(path) for path in _parts(folder, JOURNAL))])
 
 
 def _read_journal(path: Path) -> pa.Table:

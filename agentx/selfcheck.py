@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,6 +77,15 @@ class Compared:
         self.ttft.append(came[0] - sent[0])
         self.itl.append(((came[-1] - came[0]) - (sent[-1] - sent[0])) / (len(came) - 1))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Compared]) -> Compared:
+        """What several clients compared."""
+        return cls(
+            min((part.origin_ns for part in parts), default=0),
+            [error for part in parts for error in part.ttft],
+            [error for part in parts for error in part.itl],
+        )
+
     def budget(self, load: EchoLoad) -> ClientBudget | None:
         """The errors in a few numbers; None where nothing was compared."""
         if not self.ttft:
@@ -141,12 +150,17 @@ class EchoLoad:
         )
 
 
+def check_load(lanes: int, input_tokens: int, check_ns: int = CHECK_NS) -> EchoLoad:
+    """What a client is checked with: so many lanes, and prompts of this length."""
+    return EchoLoad(lanes, input_tokens, TOKENS, TTFT_US, ITL_US, check_ns)
+
+
 async def check_client(lanes: int, input_tokens: int, check_ns: int = CHECK_NS) -> ClientBudget | None:
     """The budget of this client with so many lanes and prompts of this length; None where no call completed.
 
     Raises DeploymentError where the echo deployment cannot be started.
     """
-    load = EchoLoad(lanes, input_tokens, TOKENS, TTFT_US, ITL_US, check_ns)
+    load = check_load(lanes, input_tokens, check_ns)
     with running_echo() as url:
         compared = Compared(time.monotonic_ns())
         await load.driver(url, lambda row: None, compared).run()

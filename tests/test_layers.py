@@ -26,6 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("sim", "engines"),
     ("target",),
+    ("worker",),
+    ("crew",),
     ("replay",),
     ("replay_live",),
     ("cli",),

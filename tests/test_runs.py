@@ -88,7 +88,7 @@ def test_a_torn_journal_loses_only_its_last_batch(tmp_path: Path) -> None:
         writer.add(row(turn, chunk_ns=list(range(turn))))
         writer._flush()
         sizes.append((folder / JOURNAL).stat().st_size)
-    writer.abandon()
+    writer.close()
     whole = (folder / JOURNAL).read_bytes()
     (folder / IN_FLIGHT).unlink()
     cuts = (*range(sizes[0]), *range(sizes[1], len(whole) + 1))
@@ -118,7 +118,7 @@ def test_calls_that_ended_after_the_snapshot_stand_once(tmp_path: Path) -> None:
     writer.in_flight = tuple
     shutil.copy(folder / IN_FLIGHT, tmp_path / "old")
     writer._flush()
-    writer.abandon()
+    writer.close()
     shutil.copy(tmp_path / "old", folder / IN_FLIGHT)
     assert load_run(folder).calls["status"].to_list() == ["ok"]
 

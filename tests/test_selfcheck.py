@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from agentx.crew import checked
 from agentx.descriptors import RESERVE, make_room
 from agentx.echo import running_echo
 from agentx.endpoint import Endpoint
@@ -70,6 +71,13 @@ def test_doctor_says_pass_or_fail(tmp_path: Path) -> None:
     found = json.loads(got.stdout)
     assert got.returncode == (0 if found["good"] else 1)
     assert found["client_budget"]["n"] > 4
+
+
+def test_doctor_checks_workers_together(tmp_path: Path) -> None:
+    budget = uvloop.run(checked(2, 5, 100))
+    assert budget is not None
+    assert (budget.lanes, budget.input_tokens) == (5, 100)
+    assert budget.n >= 15
 
 
 def test_stalls_and_collections_are_seen() -> None:

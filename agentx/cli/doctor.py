@@ -17,6 +17,9 @@ def register(app: typer.Typer) -> None:
 def doctor(
     concurrency: Annotated[int, typer.Option(min=1, help="Lanes to check with.")] = 16,
     input_tokens: Annotated[int, typer.Option(min=1, help="Prompt length to check with, in tokens.")] = 2000,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that play the lanes.", show_default="by their number")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the client's own error against a truthful deployment on loopback; exit 1 if it is over 2 ms.
@@ -29,13 +32,12 @@ def doctor(
     import uvloop
 
     from agentx.cli.tables import console, table
-    from agentx.descriptors import make_room
+    from agentx.crew import checked, usual_workers
     from agentx.doubts import BUDGET_FLOOR_NS
-    from agentx.selfcheck import check_client
     from agentx.units import format_duration
 
-    make_room(concurrency)
-    budget = uvloop.run(check_client(concurrency, input_tokens))
+    processes = usual_workers(concurrency) if workers is None else min(workers, concurrency)
+    budget = uvloop.run(checked(processes, concurrency, input_tokens))
     resolution_ns = round(time.get_clock_info("monotonic").resolution * 1e9)
     good = budget is not None and max(abs(budget.ttft_p99_ns), abs(budget.itl_p99_ns)) <= BUDGET_FLOOR_NS
     out = console()
@@ -58,7 +60,8 @@ def doctor(
                     ("ITL error", budget.itl_bias_ns, budget.itl_p99_ns),
                 )
             ]
-            rows.append(("calls", "", f"{budget.n:,} compared, {concurrency} lanes, {input_tokens:,} input tokens"))
+            shape = f"{concurrency} lanes in {processes} process{'es' if processes > 1 else ''}"
+            rows.append(("calls", "", f"{budget.n:,} compared, {shape}, {input_tokens:,} input tokens"))
         out.print(table(("check", "verdict", "found"), rows, left=(0, 1, 2)))
     if not good:
         raise typer.Exit(EXIT_NO)

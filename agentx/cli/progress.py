@@ -28,7 +28,7 @@ from agentx.units import NS_PER_S, format_duration, format_percent
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentx.lanes import Lanes
+    from agentx.replay import LanesView
 
 PANEL_S = 0.25
 LINE_S = 10.0
@@ -157,7 +157,7 @@ class Progress:
         if cached is not None and prompt is not None and 0 <= cached <= prompt:
             self._cache_hit.add(second, cached, prompt)
 
-    def tick(self, now_ns: int, lanes: Lanes) -> None:
+    def tick(self, now_ns: int, lanes: LanesView) -> None:
         """Show where the run stands, if it is time."""
         wall_s = self._wall_s()
         if wall_s < self._next_s:
@@ -175,7 +175,7 @@ class Progress:
         """Tell something now, above the panel."""
         self._out.print(text)
 
-    def _facts(self, now_ns: int, lanes: Lanes) -> dict[str, str]:
+    def _facts(self, now_ns: int, lanes: LanesView) -> dict[str, str]:
         """What is shown, in a few words each."""
         ttft, itl, hit = self._ttft, self._itl, self._cache_hit
         for recent in (ttft, itl, hit):
@@ -193,7 +193,7 @@ class Progress:
             facts["last call"] = f"ended {max(0, now_ns - self._last_end_ns) / NS_PER_S:,.0f} s ago"
         return facts
 
-    def _time(self, now_ns: int, lanes: Lanes) -> str:
+    def _time(self, now_ns: int, lanes: LanesView) -> str:
         virtual = " (virtual)" if self._simulated else ""
         window = lanes.window
         if window is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agentx.runs import Run
     from agentx.target import LiveTarget
 
-EXIT_NO_GATE = 1
+EXIT_NO_GATE = EXIT_ENDED_EARLY = 1
 EXIT_DEPLOYMENT = 3
 EXIT_INTERRUPTED = 130
 
@@ -131,6 +131,10 @@ def replay(
     no_canary: Annotated[
         bool, option("--no-canary", help="Do not try one call, then 8 at once, first.", panel=TARGET)
     ] = False,
+    workers: Annotated[
+        int | None,
+        option(min=1, help="Processes that play the lanes.", default="by their number", panel=TARGET),
+    ] = None,
     as_json: Annotated[bool, option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Replay a corpus on lanes and report TTFT, ITL and cache hits.
@@ -169,6 +173,7 @@ def replay(
         stall_ns=None if stall == "none" else parse_duration_ns(stall, "--stall"),
         self_check=not no_self_check,
         canary=not no_canary,
+        workers=workers,
     )
     folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if sim is not None:
@@ -275,10 +280,13 @@ def _conclude(run: Run, as_json: bool) -> None:
     report = write_report(run)
     print_report(report, as_json=as_json)
     sys.stderr.write(f"run saved in {run.folder}\n")
-    if run.manifest["ended"]["reason"] == "interrupted":
+    reason = run.manifest["ended"]["reason"]
+    if reason == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-    if run.manifest["ended"]["reason"] == "stalled" or report.distributions["e2e_ns"].n == 0:
+    if reason == "stalled" or report.distributions["e2e_ns"].n == 0:
         raise typer.Exit(EXIT_DEPLOYMENT)
+    if reason != "window":
+        raise typer.Exit(EXIT_ENDED_EARLY)
 
 
 def _choice(value: str, option: str, known: tuple[str, ...]) -> str:

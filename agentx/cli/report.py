@@ -281,7 +281,10 @@ def _client(facts: Mapping[str, Any]) -> str:
         f"clock steps of {clock.get('resolution_ns', '-')} ns",
         f"started {facts['started_at'] or '-'}",
     ]
-    budget, stall = facts["client_budget"], (facts["client"] or {}).get("loop_stall_ns") or {}
+    seen = facts["client"] or {}
+    budget, stall = facts["client_budget"], seen.get("loop_stall_ns") or {}
+    if "workers" in seen:
+        parts.append(f"{seen['workers']} worker processes")
     if budget:
         parts.append(
             f"own error of TTFT {format_duration(budget['ttft_bias_ns'])}, "

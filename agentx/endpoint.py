@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from dataclasses import dataclass, field
 
 from agentx.errors import InputError
+
+_CREDENTIALS = re.compile(r"(?<=//)[^/?#]*@|^[^/?#]*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,16 @@ class Endpoint:
         Raises InputError where it is no HTTP URL.
         """
         text = url.strip()
+        shown = _CREDENTIALS.sub("***@", text)
         parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
         try:
             port = parts.port
         except ValueError:
-            raise InputError(f"--url {url!r} has no valid port", "write http://HOST:PORT") from None
+            raise InputError(f"--url {shown!r} has no valid port", "write http://HOST:PORT") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"--url {url!r} is no HTTP URL", "write http://HOST:PORT or https://HOST/PATH")
+            raise InputError(f"--url {shown!r} is no HTTP URL", "write http://HOST:PORT or https://HOST/PATH")
         if parts.query or parts.fragment:
-            raise InputError(f"--url {url!r} has a query or fragment", "give the base URL only")
+            raise InputError(f"--url {shown!r} has a query or fragment", "give the base URL only")
         prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         userinfo = parts.netloc.rpartition("@")[0]
         return cls(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), prefix, userinfo)

@@ -11,16 +11,14 @@ server had closed while idle, before any byte of an answer.
 from __future__ import annotations
 
 import asyncio
-import base64
-import socket
 import ssl
-import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import httptools
 
+from agentx.dial import basic_credentials, dial, failure
 from agentx.endpoint import Endpoint
 from agentx.errors import InputError
 from agentx.units import NS_PER_S
@@ -273,10 +271,12 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         limits: Limits | None = None,
         ssl_context: ssl.SSLContext | None = None,
+        proxy: Endpoint | None = None,
     ) -> None:
         """`headers` go with every request; `now_ns` is the run's clock."""
         self.endpoint = endpoint
         self.url = endpoint.url()
+        self.proxy = proxy
         self.now_ns = now_ns
         self.limits = limits or Limits()
         self.connections_opened = 0
@@ -288,13 +288,14 @@ class HttpClient:
         self._connecting: dict[Exchange, asyncio.Task[None]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._fixed = self._fixed_headers(headers or {})
+        self._target = endpoint.url() if proxy and self._ssl is None else endpoint.prefix
 
     def request(
         self, path: str, body: bytes, on_end: Callable[[Exchange], None], method: str = "POST", extra: str = ""
     ) -> Exchange:
         """A request of `path` (under the endpoint's prefix), not yet sent; `extra` are whole header lines."""
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
-        head = f"{method} {self.endpoint.prefix}{path} HTTP/1.1\r\n{self._fixed}{extra}{length}\r\n"
+        head = f"{method} {self._target}{path} HTTP/1.1\r\n{self._fixed}{extra}{length}\r\n"
         return Exchange(head.encode("latin-1"), body, on_end)
 
     def send(self, exchange: Exchange) -> None:
@@ -395,16 +396,10 @@ class HttpClient:
         limit = self.limits.connect_ns
         try:
             async with asyncio.timeout(None if limit is None else limit / NS_PER_S):
-                _, connection = await self._loop.create_connection(
-                    lambda: _Connection(self),
-                    endpoint.host,
-                    endpoint.port,
-                    ssl=self._ssl,
-                    server_hostname=endpoint.host if self._ssl else None,
-                )
-        except (OSError, ssl.SSLError) as error:
+                connection = await dial(lambda: _Connection(self), endpoint, self._ssl, self.proxy)
+        except (OSError, UnicodeError) as error:
             self._connecting.pop(exchange, None)
-            self.fail(exchange, *_connect_failure(error, endpoint))
+            self.fail(exchange, *failure(error, endpoint if self._ssl else self.proxy or endpoint))
             return
         self._connecting.pop(exchange, None)
         self.connections_opened += 1
@@ -436,8 +431,9 @@ class HttpClient:
             "user-agent": ("User-Agent", "agentx"),
         }
         if self.endpoint.userinfo:
-            credentials = urllib.parse.unquote(self.endpoint.userinfo).encode()
-            fixed["authorization"] = ("Authorization", "Basic " + base64.b64encode(credentials).decode())
+            fixed["authorization"] = ("Authorization", basic_credentials(self.endpoint.userinfo))
+        if self.proxy and self.proxy.userinfo and self._ssl is None:
+            fixed["proxy-authorization"] = ("Proxy-Authorization", basic_credentials(self.proxy.userinfo))
         for name, value in headers.items():
             if any(c in name + value for c in "\r\n") or not name:
                 raise InputError(f"header {name!r} holds a line break or no name", "write --header 'Name: value'")
@@ -463,19 +459,3 @@ def _lacking(exchange: Exchange) -> str:
     if exchange.sent_ns is None:
         return "no connection (TCP, or its TLS handshake)"
     return "no answer" if exchange.last_read_ns is None else "no complete answer"
-
-
-def _connect_failure(error: BaseException, endpoint: Endpoint) -> tuple[str, str]:
-    """(error kind, message) of a connection that could not be opened."""
-    where = endpoint.url()
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return "tls_verify", f"the certificate of {where} is not trusted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return "tls", f"no TLS with {where}: {error.reason or error}"
-    if isinstance(error, TimeoutError):
-        return "connect_timeout", f"no connection to {where} in time"
-    if isinstance(error, socket.gaierror):
-        return "dns", f"the host name of {where} is not known: {error.strerror}"
-    if isinstance(error, ConnectionRefusedError):
-        return "refused", f"{where} refuses connections"
-    return "connect", f"no connection to {where}: {error}"

@@ -181,7 +181,7 @@ FACTS = {
     "deployment": (
         "kind", "urls", "engine", "model", "max_model_len", "max_model_len_source", "cache_block",
         "cache_block_source", "endpoint", "prompt", "prompt_exact", "prompt_words", "template_tokens", "min_tokens",
-        "ignore_eos", "tls_insecure",
+        "ignore_eos", "tls_insecure", "proxies",
     ),
     "settings": (
         "concurrency", "duration_ns", "grace_ns", "drain", "ramp_ns", "start_window", "think_cap_ns", "idle_cap_ns",

@@ -15,6 +15,7 @@ import numpy as np
 
 from agentx import tokens
 from agentx.call import Call
+from agentx.dial import environment_proxy
 from agentx.discover import Deployment, discover, probe, tokenize
 from agentx.endpoint import Endpoint
 from agentx.errors import AgentxError, DeploymentError, InputError
@@ -61,6 +62,8 @@ class LiveTarget:
     limits: Limits = field(default_factory=Limits)
     ca: Path | None = None
     insecure: bool = False
+    proxy: str | None = None
+    """`env`: the proxies of the environment, never for loopback; None: no proxy whatever the environment says."""
 
     def api_key(self) -> str:
         """The key from the environment, empty where there is none."""
@@ -68,7 +71,9 @@ class LiveTarget:
 
     def secrets(self) -> list[str]:
         """Everything that must never be printed or stored."""
-        passwords = [Endpoint.parse(url).userinfo.partition(":")[2] for url in (self.url, *self.more_urls)]
+        endpoints = [Endpoint.parse(url) for url in (self.url, *self.more_urls)]
+        endpoints += [proxy for endpoint in endpoints if (proxy := self.proxy_of(endpoint)) is not None]
+        passwords = [endpoint.userinfo.partition(":")[2] for endpoint in endpoints]
         return [secret for secret in (self.api_key(), *passwords, *self.headers.values()) if secret]
 
     def all_headers(self) -> dict[str, str]:
@@ -95,7 +100,18 @@ class LiveTarget:
         """A client of one of the URLs; raises InputError where the URL or a header is none."""
         endpoint = Endpoint.parse(url)
         context = self.ssl_context() if endpoint.scheme == "https" else None
-        return HttpClient(endpoint, now_ns, headers=self.all_headers(), limits=self.limits, ssl_context=context)
+        return HttpClient(
+            endpoint,
+            now_ns,
+            headers=self.all_headers(),
+            limits=self.limits,
+            ssl_context=context,
+            proxy=self.proxy_of(endpoint),
+        )
+
+    def proxy_of(self, endpoint: Endpoint) -> Endpoint | None:
+        """The proxy that calls to an endpoint go through."""
+        return environment_proxy(endpoint) if self.proxy == "env" else None
 
     def ssl_context(self) -> ssl.SSLContext:
         """How certificates are checked."""
@@ -144,6 +160,7 @@ class Ready:
             "affinity": self.target.affinity,
             "retry": sorted(self.target.retry),
             "tls_insecure": self.target.insecure,
+            "proxies": sorted({client.proxy.url() for client in self.clients if client.proxy is not None}),
         }
 
 

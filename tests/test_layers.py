@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tokens",),
     ("prompts",),
     ("call", "endpoint", "sse"),
+    ("dial",),
     ("lanes", "http"),
     ("answers",),
     ("live", "discover", "scrape"),

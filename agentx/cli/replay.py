@@ -113,6 +113,10 @@ def replay(
     api_key_env: Annotated[str, option(help="Variable that holds the API key.", panel=TARGET)] = "OPENAI_API_KEY",
     ca: Annotated[Path | None, option(help="Certificates to trust (PEM).", panel=TARGET)] = None,
     insecure: Annotated[bool, option("--insecure", help="Do not check certificates.", panel=TARGET)] = False,
+    proxy: Annotated[
+        str | None,
+        option(help="env: the environment's proxies, never for loopback.", default="none", panel=TARGET),
+    ] = None,
     connect_timeout: Annotated[str, option(help="Limit to open a connection.", panel=TARGET)] = "30s",
     first_byte_timeout: Annotated[
         str | None,
@@ -203,6 +207,7 @@ def replay(
             ),
             ca=ca,
             insecure=insecure,
+            proxy=None if proxy is None else _choice(proxy, "--proxy", ("env",)),
         )
         run = _live(loaded, target, options, folder, overwrite)
     _conclude(run, as_json)

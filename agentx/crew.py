@@ -24,7 +24,7 @@ from agentx.live import TICK_S
 from agentx.selfcheck import ClientBudget, Compared, check_client, check_load
 from agentx.turns import CallRow
 from agentx.units import NS_PER_MS
-from agentx.worker import CONNECTIONS_PER_LANE, Part, Share, State, framed, received, rows_of
+from agentx.worker import Part, Share, State, framed, received, rows_of
 
 LANES_PER_WORKER = 512
 """Lanes that one process is known to keep in time (`benchmarks/RESULTS.md`)."""
@@ -244,7 +244,7 @@ async def checked(workers: int, lanes: int, input_tokens: int) -> ClientBudget |
     if workers > 1:
         async with running_crew(workers) as crew:
             return await crew.check_client(lanes, input_tokens)
-    make_room(CONNECTIONS_PER_LANE * lanes)
+    make_room(lanes)
     return await check_client(lanes, input_tokens)
 
 

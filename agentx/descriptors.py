@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import resource
 
+from agentx.corpus import Sessions
 from agentx.errors import InputError
 
 RESERVE = 64
 """Descriptors for everything that is no connection: files, libraries, the loop."""
+
+
+def connections_per_lane(sessions: Sessions) -> int:
+    """Connections to have room for: the root's, and as many again where sessions have subagents."""
+    return 1 if sessions.turns.table["parent_session_id"].null_count == sessions.turns.table.num_rows else 2
 
 
 def make_room(connections: int) -> None:

@@ -70,15 +70,25 @@ def doubts_of(
 
 def client_error(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
     """That the client's own error is too large for this run's medians; None where it is not, or not known."""
-    budget = manifest.get("client_budget")
-    if not budget:
-        return None
-    parts = []
-    for name in ("ttft", "itl"):
+    budget, parts = manifest.get("client_budget"), []
+    for name in ("ttft", "itl") if budget else ():
         median, worst = found[f"{name}_ns"].p50, budget[f"{name}_p99_ns"]
         if median is not None and worst > max(BUDGET_FLOOR_NS, BUDGET_SHARE * median):
             parts.append(f"{name.upper()} by up to {format_duration(worst)} (median {format_duration(median)})")
-    return f"The client itself is off too far, {' and '.join(parts)}" if parts else None
+    if parts:
+        return f"The client itself is off too far, {' and '.join(parts)}"
+    checked = "client_budget" in manifest and manifest.get("settings", {}).get("self_check")
+    if checked and not budget:
+        return "The client itself is too slow for so many lanes: no call of its self-check completed"
+    stall, ttft = _worst_stall(manifest), found["ttft_ns"].p50
+    if stall and ttft is not None and stall > max(LAG_FLOOR_NS, BUDGET_SHARE * ttft):
+        return f"The client itself stalled for {format_duration(stall)} (P99; TTFT median {format_duration(ttft)})"
+    return None
+
+
+def _worst_stall(manifest: Mapping[str, Any]) -> float:
+    """P99 of the event loop's stalls in ns; 0 where it is not known."""
+    return float(((manifest.get("client") or {}).get("loop_stall_ns") or {}).get("p99") or 0)
 
 
 def _ending_doubts(run: Run, window: tuple[int, int] | None) -> Iterator[Doubt]:
@@ -234,8 +244,8 @@ def _several(n: int, what: str) -> str:
 
 
 def _client_doubts(manifest: Mapping[str, Any]) -> Iterator[Doubt]:
-    stall = (manifest.get("client") or {}).get("loop_stall_ns") or {}
-    if (stall.get("p99") or 0) > LAG_FLOOR_NS:
+    if _worst_stall(manifest) > LAG_FLOOR_NS:
+        stall = manifest["client"]["loop_stall_ns"]
         yield Doubt(
             "client_stall",
             f"The client's event loop stalled: P99 {format_duration(stall['p99'])}, worst "

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from agentx.corpus import Corpus, Sessions
 from agentx.crew import Crew, running_crew, usual_workers
-from agentx.descriptors import make_room
+from agentx.descriptors import connections_per_lane, make_room
 from agentx.errors import InputError
 from agentx.lanes import Lanes
 from agentx.live import TICK_S, LiveDriver, LiveSettings
@@ -44,7 +44,7 @@ from agentx.scrape import ServerWatch
 from agentx.selfcheck import check_client
 from agentx.target import LiveTarget, Ready, connect, sing
 from agentx.turns import CallRow
-from agentx.worker import CONNECTIONS_PER_LANE, Share
+from agentx.worker import Share
 
 SHARED_NONCE = "shared"
 """What stands for the run's own nonce where plays and runs are to share a cache."""
@@ -97,7 +97,7 @@ async def _replay_live(
         if workers > 1:
             crew = await stack.enter_async_context(running_crew(workers))
         else:
-            make_room(CONNECTIONS_PER_LANE * options.concurrency)
+            make_room(options.concurrency * connections_per_lane(sessions))
         budget = await _check_client(corpus, options, crew, observer)
         if options.canary:
             await sing(ready)

@@ -29,7 +29,7 @@ from typing import Any
 import uvloop
 
 from agentx.corpus import Sessions
-from agentx.descriptors import make_room
+from agentx.descriptors import connections_per_lane, make_room
 from agentx.errors import AgentxError
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
@@ -41,8 +41,6 @@ from agentx.selfcheck import Compared, EchoLoad
 from agentx.target import LiveTarget
 from agentx.turns import CallRow
 
-CONNECTIONS_PER_LANE = 2
-"""A lane's subagents have connections of their own."""
 _LENGTH = 8
 _COLUMNS = tuple(field.name for field in fields(CallRow) if field.name != "chunk_ns")
 _values = attrgetter(*_COLUMNS)
@@ -148,12 +146,12 @@ class Worker:
 
     async def _check(self, url: str, load: EchoLoad) -> None:
         compared = Compared(time.monotonic_ns())
-        make_room(CONNECTIONS_PER_LANE * load.lanes)
+        make_room(load.lanes)
         await load.driver(url, lambda row: None, compared).run()
         self._send(("checked", compared))
 
     async def _replay(self, share: Share) -> None:
-        make_room(CONNECTIONS_PER_LANE * len(share.lanes))
+        make_room(len(share.lanes) * connections_per_lane(share.sessions))
         self._journal = Journal(share.folder, part=share.number)
         lanes = Lanes(
             share.sessions,

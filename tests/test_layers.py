@@ -8,9 +8,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "agentx"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "clock", "rng", "resources", "redact", "echo", "watch", "descriptors"),
+    ("errors", "units", "clock", "rng", "resources", "redact", "echo", "watch"),
     ("yaml12", "turns", "store"),
     ("profile", "deployment", "corpus", "reference", "hashing", "digests", "prefix"),
+    ("descriptors",),
     ("generate", "axes"),
     ("gate",),
     ("tokens",),

@@ -211,6 +211,24 @@ def test_each_doubt_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told([*rows, dropped]) == ["context_gate"]
 
 
+def test_a_client_that_is_too_slow_is_told_first() -> None:
+    def notice(ttft_p99_ms: float, itl_p99_ms: float, stall_ms: float | None = None, **manifest: Any) -> str | None:
+        budget = {"n": 40, "ttft_p99_ns": ttft_p99_ms * MS, "itl_p99_ns": itl_p99_ms * MS}
+        stall = {"n": 1000, "p50": 0.0, "p99": stall_ms and stall_ms * MS, "max": 900 * MS}
+        return make_report(
+            clean_run(**{"client_budget": budget, "client": {"loop_stall_ns": stall}, **manifest})
+        ).notice
+
+    assert notice(1.9, 0.1) is None
+    assert notice(2.1, 0.1) == "The client itself is off too far, TTFT by up to 2.10 ms (median 170 ms)"
+    assert notice(0.1, 2.5) == "The client itself is off too far, ITL by up to 2.50 ms (median 20.0 ms)"
+    assert notice(0.1, 0.1, 9.0) is None
+    assert notice(0.1, 0.1, 12.0) == "The client itself stalled for 12.0 ms (P99; TTFT median 170 ms)"
+    checked = {"settings": {**MANIFEST["settings"], "self_check": True}}
+    assert "no call of its self-check completed" in (notice(0, 0, client_budget=None, **checked) or "")
+    assert notice(0, 0, client_budget=None) is None
+
+
 def test_a_doubt_names_what_is_needed() -> None:
     report = make_report(clean_run(12))
     assert [doubt.text for doubt in report.doubts] == [

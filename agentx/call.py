@@ -43,33 +43,32 @@ class Call:
     def row(self, status: str, **observed: Any) -> CallRow:
         """The run-table row of this turn with what was observed of it; the phase is the call's where not given."""
         observed.setdefault("phase", self.phase)
-        return planned_row(
-            self.tree, self.stream, self.turn, self.play, self.lane, status, due_ns=self.due_ns, **observed
+        return CallRow(
+            **planned_columns(self.tree, self.stream, self.turn),
+            play=self.play,
+            lane=self.lane,
+            status=status,
+            due_ns=self.due_ns,
+            **observed,
         )
 
 
 def planned_row(
-    tree: SessionTree,
-    stream: int,
-    turn: int,
-    play: int,
-    lane: int,
-    status: str,
-    **observed: Any,
+    tree: SessionTree, stream: int, turn: int, play: int, lane: int, status: str, **observed: Any
 ) -> CallRow:
     """The run-table row of a planned turn; `observed` are further columns."""
+    return CallRow(**planned_columns(tree, stream, turn), play=play, lane=lane, status=status, **observed)
+
+
+def planned_columns(tree: SessionTree, stream: int, turn: int) -> dict[str, Any]:
+    """The columns of the run table that the corpus gives."""
     source = tree.streams[stream]
-    parent = None if source.parent == ROOT else tree.streams[source.parent].session_id
-    return CallRow(
-        session_id=source.session_id,
-        turn=turn,
-        play=play,
-        lane=lane,
-        parent_session_id=parent,
-        root_session_id=tree.session_id,
-        status=status,
-        planned_input_tokens=int(source.input_tokens[turn]),
-        planned_output_tokens=int(source.output_tokens[turn]),
-        think_ns=int(source.think_ns[turn]),
-        **observed,
-    )
+    return {
+        "session_id": source.session_id,
+        "turn": turn,
+        "parent_session_id": None if source.parent == ROOT else tree.streams[source.parent].session_id,
+        "root_session_id": tree.session_id,
+        "planned_input_tokens": int(source.input_tokens[turn]),
+        "planned_output_tokens": int(source.output_tokens[turn]),
+        "think_ns": int(source.think_ns[turn]),
+    }

@@ -71,7 +71,9 @@ def doubts_of(
 def client_error(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
     """That the client's own error is too large for this run's medians; None where it is not, or not known."""
     budget, parts = manifest.get("client_budget"), []
-    for name in ("ttft", "itl") if budget else ():
+    for name in ("ttft", "itl"):
+        if not budget:
+            break
         median, worst = found[f"{name}_ns"].p50, budget[f"{name}_p99_ns"]
         if median is not None and worst > max(BUDGET_FLOOR_NS, BUDGET_SHARE * median):
             parts.append(f"{name.upper()} by up to {format_duration(worst)} (median {format_duration(median)})")

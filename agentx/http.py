@@ -209,8 +209,8 @@ class _Connection(asyncio.Protocol):
 
     # Used by the client
 
-    def send(self, exchange: Exchange) -> None:
-        """Hand a request to the socket."""
+    def send(self, exchange: Exchange, now: int) -> None:
+        """Hand a request to the socket at the time `now`."""
         transport = self._transport
         assert transport is not None
         self._exchange = exchange
@@ -220,7 +220,6 @@ class _Connection(asyncio.Protocol):
         exchange.connection_reused = self.used
         exchange.attempts += 1
         self.used = True
-        now = self._now()
         if exchange.sent_ns is None:
             exchange.sent_ns = now
         exchange.uploaded_ns = None
@@ -307,7 +306,7 @@ class HttpClient:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
-                connection.send(exchange)
+                connection.send(exchange, exchange.started_ns)
                 return
         self._connect(exchange)
 
@@ -405,7 +404,7 @@ class HttpClient:
         self.connections_opened += 1
         self._open.add(connection)
         if connection.usable:
-            connection.send(exchange)
+            connection.send(exchange, self.now_ns())
         else:
             self.fail(exchange, "closed", "the server closed the connection as soon as it was open")
 

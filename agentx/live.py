@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,8 +41,11 @@ class Prompts(Protocol):
     path: str
     """Path of the API the bodies are for, such as `/v1/chat/completions`."""
 
-    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int) -> bytes:
-        """The body of a turn's request; its prompt is the blocks `keys`, the last of `last_tokens`."""
+    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int, stream: Hashable = None) -> bytes:
+        """The body of a turn's request; its prompt is the blocks `keys`, the last of `last_tokens`.
+
+        `stream` tells whose turn it is: the next one of it mostly begins alike.
+        """
         ...
 
 
@@ -265,7 +268,7 @@ class LiveDriver:
     def _prepare(self, call: Call) -> None:
         blocks = self._plays.of(call.lane, call.tree, call.play)
         keys, last_tokens = blocks.turn(call.stream, call.turn)
-        body = self._prompts.body(keys, last_tokens, call.output_tokens)
+        body = self._prompts.body(keys, last_tokens, call.output_tokens, (call.lane, call.stream))
         client = self._clients[call.lane % len(self._clients)]
         exchange, answer = self._exchange(client, call, body)
         sending = _Sending(call, client, exchange, answer, keys, last_tokens, blocks.salt, body)

@@ -42,6 +42,18 @@ def mix(keys: BlockIds, salt: int) -> BlockIds:
     return mixed
 
 
+def common_length(a: BlockIds, b: BlockIds) -> int:
+    """Leading keys that two prompts have in common."""
+    if a is b:
+        return len(a)
+    span = min(len(a), len(b))
+    if span == 0:
+        return 0
+    equal = a[:span] == b[:span]
+    first = int(equal.argmin())  # the first that differs, or 0 where none does
+    return span if equal[first] else first
+
+
 def salt_of(*parts: str | int) -> int:
     """A 64-bit salt that depends on every part and their order."""
     digest = hashlib.blake2b(digest_size=8)
@@ -207,9 +219,7 @@ class PrefixTree:
             if child is None:
                 return node, at, None, 0
             edge = child.keys
-            span = min(len(edge), n - at)
-            equal = edge[:span] == keys[at : at + span]
-            same = span if equal.all() else int(equal.argmin())
+            same = common_length(edge, keys[at:] if at else keys)
             short_leaf = same == len(edge) and child.last < self._block
             if same < len(edge) or short_leaf or at + same == n:
                 return node, at, child, same

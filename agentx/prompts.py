@@ -7,6 +7,8 @@ together from parts that need no escaping.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy.typing as npt
 import orjson
 
 from agentx.errors import InputError
-from agentx.prefix import mix
+from agentx.prefix import common_length, mix
 from agentx.tokens import WordTable
 from agentx.turns import BlockIds
 
@@ -22,6 +24,8 @@ PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 _STEP = np.uint64(0xD1B54A32D192ED03)
 """An odd constant that sets the draws of a block apart."""
+RECENT_BYTES = 32 * 1024 * 1024
+"""Prompts kept to make the next ones from."""
 _PER_DRAW = 4
 """Words chosen by one 64-bit draw, 16 bits each."""
 
@@ -61,6 +65,48 @@ class Filler:
         return int(differs[0]) if len(differs) else limit
 
 
+class RecentPrompts:
+    """What each stream's last prompt was, so that the next one only makes what is new.
+
+    An agent's context mostly grows: most of a long prompt is the one before. Memory is bounded; the
+    streams that were silent for longest are forgotten first.
+    """
+
+    def __init__(self, filler: Filler, block_tokens: int, limit_bytes: int = RECENT_BYTES) -> None:
+        self._filler = filler
+        self._block = block_tokens
+        self._limit = limit_bytes
+        self._bytes = 0
+        self._last: OrderedDict[Hashable, tuple[BlockIds, bytes]] = OrderedDict()
+
+    def content(self, stream: Hashable, keys: BlockIds, n_tokens: int) -> bytes:
+        """The same as `Filler.content`; `stream` is whose prompt it is."""
+        known = self._last.pop(stream, None)
+        content = None if known is None else self._grown(*known, keys, n_tokens)
+        if content is None:
+            content = self._filler.content(keys, self._block, n_tokens)
+        self._last[stream] = (keys, content)
+        self._bytes += len(content) - (0 if known is None else len(known[1]))
+        while self._bytes > self._limit:
+            _, (_, dropped) = self._last.popitem(last=False)
+            self._bytes -= len(dropped)
+        return content
+
+    def _grown(self, old_keys: BlockIds, old: bytes, keys: BlockIds, n_tokens: int) -> bytes | None:
+        """The content made from the one before; None where they have no block in common."""
+        same = common_length(keys, old_keys)
+        width = self._filler.width
+        usable = min(same * self._block, len(old) // width)
+        if usable >= n_tokens:
+            return old[: n_tokens * width]
+        blocks = usable // self._block
+        if blocks == 0:
+            return None
+        return old[: blocks * self._block * width] + self._filler.content(
+            keys[blocks:], self._block, n_tokens - blocks * self._block
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Extras:
     """Request fields beyond the standard that the server takes."""
@@ -96,18 +142,22 @@ class PromptBuilder:
         self._chat = endpoint == "chat"
         self._extras = extras or Extras()
         self._model = orjson.dumps(model)
+        self._recent = RecentPrompts(filler, block_size)
+        self._known_options: dict[int, bytes] = {}
 
-    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int) -> bytes:
+    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int, stream: Hashable = None) -> bytes:
         """The body of a turn's request; its prompt is the blocks `keys`, the last of `last_tokens`.
 
-        A planned output of 0 tokens is asked for as 1: servers take no less.
+        A planned output of 0 tokens is asked for as 1: servers take no less. `stream` is whose turn it is.
         """
-        n_tokens = (len(keys) - 1) * self._block_size + last_tokens
-        return self.request(keys, max(1, n_tokens - self.overhead_tokens), max(1, output_tokens))
+        n_tokens = max(1, (len(keys) - 1) * self._block_size + last_tokens - self.overhead_tokens)
+        return self._around(self._recent.content(stream, keys, n_tokens), max(1, output_tokens))
 
     def request(self, keys: BlockIds, n_tokens: int, max_tokens: int) -> bytes:
         """The body of a request of exactly `n_tokens` filler tokens."""
-        content = self.filler.content(keys, self._block_size, n_tokens)
+        return self._around(self.filler.content(keys, self._block_size, n_tokens), max_tokens)
+
+    def _around(self, content: bytes, max_tokens: int) -> bytes:
         if self._chat:
             prompt = b'"messages":[{"role":"user","content":"%s"}]' % content
         elif self.filler.table.ids:
@@ -117,6 +167,12 @@ class PromptBuilder:
         return b'{"model":%s,%s,%s}' % (self._model, prompt, self._options(max_tokens))
 
     def _options(self, max_tokens: int) -> bytes:
+        options = self._known_options.get(max_tokens)
+        if options is None:
+            options = self._known_options[max_tokens] = self._make_options(max_tokens)
+        return options
+
+    def _make_options(self, max_tokens: int) -> bytes:
         options = b'"max_tokens":%d,"temperature":0,"stream":true' % max_tokens
         if self._extras.usage:
             options += b',"stream_options":{"include_usage":true}'

@@ -162,7 +162,7 @@ class StreamParser:
         return self.finish(time_ns)
 
     def _event(self, time_ns: int, name: bytes, payload: bytes) -> None:
-        if payload.strip() == b"[DONE]":
+        if payload[:1] != b"{" and payload.strip() == b"[DONE]":
             self.facts.done = True
             return
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -193,12 +194,15 @@ class CallRow:
     content_encoding: str | None = None
 
 
-_COLUMNS = tuple(field.name for field in fields(CallRow))
+_values = attrgetter(*(field.name for field in fields(CallRow)))
 
 
 def calls_batch(rows: Sequence[CallRow]) -> pa.RecordBatch:
     """The rows as one Arrow batch in CALLS_SCHEMA."""
+    if not rows:
+        return pa.RecordBatch.from_pylist([], schema=CALLS_SCHEMA)
+    columns = zip(*map(_values, rows), strict=True)
     arrays: list[pa.Array[Any]] = [
-        pa.array([getattr(row, name) for row in rows], type=CALLS_SCHEMA.field(name).type) for name in _COLUMNS
+        pa.array(column, type=field.type) for column, field in zip(columns, CALLS_SCHEMA, strict=True)
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=CALLS_SCHEMA)

@@ -33,7 +33,7 @@ class PlainPrompts:
 
     path = "/v1/chat/completions"
 
-    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int) -> bytes:
+    def body(self, keys: BlockIds, last_tokens: int, output_tokens: int, stream: object = None) -> bytes:
         return orjson.dumps({"turn": len(keys) - 1, "session": NAMES[output_tokens]})
 
 

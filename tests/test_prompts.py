@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentx.errors import InputError
-from agentx.prompts import Extras, Filler, PromptBuilder
+from agentx.prompts import Extras, Filler, PromptBuilder, RecentPrompts
 from agentx.tokens import COMMON_WORDS, WordTable, common_words, token_ids, words_from_server, words_from_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `engine` is not installed")
@@ -180,3 +181,25 @@ def test_prompts_of_growing_turns_are_prefixes_of_each_other() -> None:
     first = json.loads(made.body(short, BLOCK, 1))["messages"][0]["content"]
     second = json.loads(made.body(long, 9, 1))["messages"][0]["content"]
     assert second.startswith(first)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(1, 6), st.integers(1, BLOCK)),
+        min_size=1,
+        max_size=12,
+    ),
+    limit=st.sampled_from([0, 2000, 10**6]),
+)
+def test_a_prompt_made_from_the_one_before_is_the_same(turns: list[tuple[int, int, int, int]], limit: int) -> None:
+    filler = Filler(common_words())
+    recent = RecentPrompts(filler, BLOCK, limit_bytes=limit)
+    streams: dict[int, list[int]] = {}
+    fresh = itertools.count(1)
+    for stream, keep, new, last in turns:
+        known = streams[stream] = streams.get(stream, [])[:keep] + [next(fresh) for _ in range(new)]
+        keys = np.array(known, dtype=np.uint64)
+        n_tokens = (len(keys) - 1) * BLOCK + last
+        assert recent.content(stream, keys, n_tokens) == filler.content(keys, BLOCK, n_tokens)
+        assert recent._bytes == sum(len(content) for _, content in recent._last.values()) <= max(limit, 0)

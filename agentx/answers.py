@@ -80,6 +80,11 @@ class Answer:
         return self._broken
 
     @property
+    def has_body(self) -> bool:
+        """More than white space came."""
+        return self._is_stream is not None
+
+    @property
     def document(self) -> bytes:
         """The body of an answer that is no stream."""
         return b"".join(self._document)
@@ -165,8 +170,11 @@ def _verdict(exchange: Exchange, facts: StreamFacts, answer: Answer) -> tuple[st
             return "overflow", "context", facts.error_message
         return "error", "in_stream", facts.error_message
     if not finished:
-        if facts.events == 0 and facts.malformed and exchange.complete:
-            return "error", "protocol", "the answer is neither an event stream nor a completion"
+        kind = exchange.headers.get("content-type", "")
+        other = facts.malformed > 0 or (kind != "" and "event-stream" not in kind)
+        if facts.events == 0 and exchange.complete and answer.has_body and other:
+            what = f"the answer ({kind or 'of no stated type'})"
+            return "error", "protocol", f"{what} is neither an event stream nor a completion"
         return "truncated", "truncated", "the stream ended without finish reason or [DONE]"
     if facts.finish_reason in ABORTED:
         return "error", "aborted", f"the server ended the answer with finish reason {facts.finish_reason!r}"

@@ -79,14 +79,14 @@ def choose_model(entries: list[dict[str, Any]], wanted: str | None, where: str) 
     names = [str(entry.get("id")) for entry in entries]
     if wanted is not None:
         if names and wanted not in names:
-            raise InputError(f"--model {wanted!r} is not served: {where} lists {', '.join(names)}", "name one of these")
+            raise InputError(f"--model {wanted!r} is not served: {where} lists {_several(names)}", "name one of these")
         return wanted
     bases = [str(entry.get("id")) for entry in entries if not entry.get("parent")]
     if len(bases) == 1:
         return bases[0]
     if not names:
         raise InputError(f"{where} lists no model", "name the model with --model")
-    raise InputError(f"{where} lists {len(names)} models: {', '.join(names)}", "choose one with --model")
+    raise InputError(f"{where} lists {len(names)} models: {_several(names)}", "choose one with --model")
 
 
 async def tokenize(client: HttpClient, found: Deployment, text: str) -> list[int]:
@@ -100,9 +100,12 @@ async def tokenize(client: HttpClient, found: Deployment, text: str) -> list[int
         request = {"model": found.model, "prompt": text, "add_special_tokens": False}
     exchange = await client.fetch("/tokenize", orjson.dumps(request), LOOK_S)
     tokens = _json(exchange).get("tokens")
-    if not isinstance(tokens, list):
+    listed = tokens if isinstance(tokens, list) else [tokens]
+    ids = [token.get("id") if isinstance(token, dict) else token for token in listed]
+    known = [token for token in ids if type(token) is int]
+    if tokens is not listed or len(known) != len(ids):
         raise DeploymentError(f"{client.endpoint.url('/tokenize')} gave no tokens: {_said(exchange)}")
-    return [token if isinstance(token, int) else int(token["id"]) for token in tokens]
+    return known
 
 
 async def probe(client: HttpClient, path: str, body: bytes) -> dict[str, Any]:
@@ -129,6 +132,12 @@ async def _models(client: HttpClient) -> object:
         )
     if exchange.status in (404, 405, 501):
         return {}
+    if exchange.status in (301, 302, 303, 307, 308):
+        to = exchange.headers.get("location", "nothing")
+        raise DeploymentError(
+            f"{where} is elsewhere: it answers {exchange.status} and names {to}",
+            "give the URL it leads to: calls that are measured are not redirected",
+        )
     if exchange.status != 200:
         raise DeploymentError(f"{where} answered {exchange.status}: {_said(exchange)}", "check --url")
     document = _json(exchange)
@@ -142,6 +151,11 @@ async def _models(client: HttpClient) -> object:
 def _entries(document: object) -> list[dict[str, Any]]:
     data = document.get("data", []) if isinstance(document, dict) else []
     return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+
+def _several(names: list[str], most: int = 20) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _kind(entry: dict[str, Any]) -> str:

@@ -132,8 +132,15 @@ class Lanes:
         self._on_warm = on_warm
         self._lanes = {number: _Lane(number) for number in (range(settings.lanes) if part is None else part)}
 
+    def draw(self) -> None:
+        """Give every lane its first session: it takes a while, and no time may pass between start and first calls."""
+        for lane in self._lanes.values():
+            self._draw(lane)
+
     def begin(self, now_ns: int) -> None:
         """Start: warm-up calls are due from now on, or the window opens now."""
+        if not any(lane.epoch for lane in self._lanes.values()):
+            self.draw()
         for lane in self._lanes.values():
             self._begin_first(lane, now_ns)
         if self._warming == 0:
@@ -234,11 +241,9 @@ class Lanes:
         return True
 
     def _begin_first(self, lane: _Lane, now_ns: int) -> None:
-        if not self._draw(lane):
+        window, tree = self._settings.start_window, lane.tree
+        if tree is None:
             return
-        window = self._settings.start_window
-        tree = lane.tree
-        assert tree is not None
         root = tree.streams[0]
         if window is not None:
             fraction = generator(self._settings.seed, "start", lane.number).uniform(*window)

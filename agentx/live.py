@@ -134,6 +134,7 @@ class LiveDriver:
     async def run(self) -> None:
         """Replay until nothing is in flight and nothing will start."""
         ticking = self._loop.create_task(self._ticking())
+        self.lanes.draw()
         self._watch.start()
         self.lanes.begin(self._now())
         try:

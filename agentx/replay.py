@@ -153,9 +153,8 @@ def context_gate(
     worst_id, worst = max(dropped, key=lambda entry: entry[1])
     text = f"{len(dropped)} of {len(corpus.sessions)} sessions need more than the context window of {window} tokens"
     if options.strict_context or not kept:
-        raise InputError(
-            f"{text} (session {worst_id}: {worst} tokens)", "serve a longer window, or leave out --strict-context"
-        )
+        hint = "serve a longer window, or leave out --strict-context" if kept else "serve a longer window"
+        raise InputError(f"{text} (session {worst_id}: {worst} tokens)", hint)
     observer.note(f"{text} and are dropped")
     gone = sorted(set(range(len(corpus.sessions))) - set(kept))
     return corpus.sessions.select(kept), [row for index in gone for row in _dropped_rows(corpus.sessions[index])]

@@ -9,6 +9,7 @@ and the restart is told. What no known name gives is None, not 0.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,6 +143,8 @@ def look(text: str) -> Look:
     samples: dict[str, dict[Series, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if not math.isfinite(sample.value):
+                continue
             labels = tuple(sorted(sample.labels.items()))
             samples.setdefault(_plain(sample.name), {})[labels] = float(sample.value)
     return Look(samples)

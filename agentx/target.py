@@ -294,4 +294,5 @@ def _failure(seen: dict[str, Any]) -> str | None:
     """Why a short call failed; None where it did not."""
     if seen["status"] in ("ok", "empty"):
         return None
-    return str(seen["error_message"] or seen["error_kind"] or seen["status"])
+    told = str(seen["error_message"] or seen["error_kind"] or seen["status"])
+    return told if seen["http_status"] in (None, 200) else f"HTTP {seen['http_status']}: {told}"

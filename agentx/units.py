@@ -61,3 +61,10 @@ def format_count(value: float | None) -> str:
 def format_percent(ratio: float | None, digits: int = 1) -> str:
     """A ratio as a percentage (`88.2 %`), `-` for None."""
     return "-" if ratio is None else f"{ratio * 100:.{digits}f} %"
+
+
+def printable(text: str) -> str:
+    """The text on one line and safe to print: servers may send what a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c in "\t\n\r" else ascii(c)[1:-1] for c in text)

@@ -16,7 +16,8 @@ from agentx.profile import load_profile
 from agentx.replay import ReplayOptions
 from agentx.replay_live import replay_live
 from agentx.target import AFFINITY, CANARIES, LiveTarget, connect, sing
-from tests.wire import Script, Step, Wire, chunk, delta, reply, serving
+from agentx.units import printable
+from tests.wire import Script, Step, Wire, chunk, delta, head, reply, serving
 
 S = 10**9
 USAGE = '{{"prompt_tokens": {}, "completion_tokens": 1, "prompt_tokens_details": {{"cached_tokens": 0}}}}'
@@ -25,8 +26,8 @@ MODELS = '{"object": "list", "data": [{"id": "m", "max_model_len": %d, "owned_by
 
 def answer_to(request: bytes, *, window: int = 9000, refuse: str = "", template: int = 0) -> Script:
     """A small server: models, no tokenizer, completions that count five-byte words."""
-    head, _, body = request.partition(b"\r\n\r\n")
-    path = head.split(b" ")[1].decode()
+    top, _, body = request.partition(b"\r\n\r\n")
+    path = top.split(b" ")[1].decode()
     if path == "/v1/models":
         return reply(MODELS % window)
     if not path.endswith("completions"):
@@ -37,6 +38,10 @@ def answer_to(request: bytes, *, window: int = 9000, refuse: str = "", template:
     event = delta("x", "length", USAGE.format(words))
     steps = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     return Script([Step(0, steps + chunk(f"data: {event}\n\ndata: [DONE]\n\n".encode()) + b"0\r\n\r\n")])
+
+
+def redirect(code: int) -> Script:
+    return Script([Step(0, head(f"{code} Moved", "Location: http://there", "Content-Length: 0"))])
 
 
 def looked_at(answer, *, wires: int = 1, **target):  # type: ignore[no-untyped-def]
@@ -100,6 +105,58 @@ def test_one_call_passes_and_eight_fail_is_told_as_what_it_is() -> None:
 
     with pytest.raises(DeploymentError, match=f"one call passes, 7 of {CANARIES} at once fail"):
         looked_at(answer)
+
+
+def at(path: str, script: Script):  # type: ignore[no-untyped-def]
+    """The usual server, but for one path."""
+    return lambda n, r: script if path.encode() in r.split(b"\r\n")[0] else answer_to(r)
+
+
+@pytest.mark.parametrize(
+    "said", ["null", "5", '"a"', "[]", "{}", '[{"a": 1}]', "[null]", '["a"]', "[1.5]", "[true]", '[{"id": "x"}]']
+)
+def test_a_tokenizer_that_says_nonsense_is_not_used(said: str) -> None:
+    ready, *_ = looked_at(at("/tokenize", reply(f'{{"tokens": {said}}}')))
+    assert ready.found.tokenize is None
+    assert not ready.prompts.filler.table.exact
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/server_info", "/tokenize"])
+@pytest.mark.parametrize(
+    "text", ["", "null", "[1]", "\x00\x01", "<html>", '{"a": NaN}', "vllm:x{ nonsense", "[" * 3000]
+)
+def test_describing_endpoints_may_say_anything(path: str, text: str) -> None:
+    ready, *_ = looked_at(at(path, reply(text)))
+    assert ready.found.max_model_len == 9000
+
+
+@pytest.mark.parametrize(
+    ("path", "script", "told"),
+    [
+        ("/v1/models", redirect(301), "is elsewhere: it answers 301 and names http://there"),
+        ("/v1/models", reply("<html>", "200 OK"), "is no model list: <html>"),
+        ("/v1/models", reply('{"data": null}'), "is no model list"),
+        ("/v1/models", reply("{}", "503 Busy"), "answered 503"),
+        ("/v1/models", Script([], "reset"), "connection lost"),
+        ("/v1/models", Script([], "clean"), "closed the connection without an answer"),
+        ("completions", redirect(307), "a call of one token failed: HTTP 307"),
+        ("completions", reply("<html>"), "is neither an event stream nor a completion"),
+        ("completions", reply("{}", "429 Busy"), "a call of one token failed: HTTP 429"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_one_sentence(path: str, script: Script, told: str) -> None:
+    with pytest.raises(DeploymentError, match=told):
+        looked_at(at(path, script))
+
+
+def test_a_long_list_of_models_is_cut() -> None:
+    many = ", ".join(f'{{"id": "m{number}"}}' for number in range(500))
+    with pytest.raises(InputError, match=r"m18, m19 and 480 more$"):
+        looked_at(lambda n, r: reply(f'{{"data": [{many}]}}'))
+
+
+def test_what_a_terminal_would_obey_is_spelled_out() -> None:
+    assert printable("a\x1b[31mred\x07 \u202e\x9bm\r\nb ü 深") == "a\\x1b[31mred\\x07 \\u202e\\x9bm  b ü 深"
 
 
 def test_several_models_are_listed_not_guessed() -> None:

@@ -14,6 +14,7 @@ import traceback
 import typer
 
 from agentx.errors import AgentxError
+from agentx.units import printable
 
 EXIT_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -70,7 +71,7 @@ def run(arguments: list[str] | None = None) -> int:
     except AgentxError as error:
         if os.environ.get("AGENTX_DEBUG"):
             traceback.print_exc()
-        sys.stderr.write("\n".join(error.lines()) + "\n")
+        sys.stderr.writelines(f"{printable(line)}\n" for line in error.lines())
         return error.exit_code
     except typer.TyperException as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)

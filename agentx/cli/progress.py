@@ -23,7 +23,7 @@ from rich.text import Text
 from agentx.cli.tables import console
 from agentx.metrics import FAILED
 from agentx.turns import CallRow
-from agentx.units import NS_PER_S, format_duration, format_percent
+from agentx.units import NS_PER_S, format_duration, format_percent, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,7 +173,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Tell something now, above the panel."""
-        self._out.print(text)
+        self._out.print(printable(text))
 
     def _facts(self, now_ns: int, lanes: LanesView) -> dict[str, str]:
         """What is shown, in a few words each."""

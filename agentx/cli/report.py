@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,7 +56,7 @@ def print_report(made: Report, *, as_json: bool = False) -> None:
     """The report on stdout."""
     import orjson
 
-    from agentx.cli.tables import console, sentence, table
+    from agentx.cli.tables import console, entry, sentence, table
 
     out = console()
     if as_json:
@@ -65,31 +64,19 @@ def print_report(made: Report, *, as_json: bool = False) -> None:
         return
     width = min(out.width, WIDEST)
     if made.notice:
-        out.print(f"{made.notice}.", style="bold yellow")
+        out.print(sentence(f"{made.notice}.", width), style="bold yellow")
     out.print(sentence(made.summary, width), style="bold")
     for doubt in made.doubts:
-        out.print(_entry("  doubt:", doubt.text, width, indent=9), style="yellow")
+        out.print(entry("  doubt:", doubt.text, width, 9), style="yellow")
     out.print()
     columns = ("", "n", "P50", "P90", "P95", "P99", "mean", "max")
     shown = {**made.distributions, "lag_ns": made.lag}
     out.print(table(columns, [_distribution(name, summary) for name, summary in shown.items()]))
     out.print()
     for label, text in _facts(made):
-        out.print(_entry(label, text, width))
+        out.print(entry(label, text, width, LABEL_WIDTH))
     out.print()
     out.print(table(ROW, [_row(made.row)], left=(0, 1)))
-
-
-def _entry(label: str, text: str, width: int, indent: int = LABEL_WIDTH) -> str:
-    """A label and its text, the further lines under the text."""
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=label.ljust(indent),
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _distribution(name: str, summary: Summary) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from agentx.units import printable
+
 PIPE_WIDTH = 120
 """Columns of sentences that go to a file or a pipe, where COLUMNS does not say otherwise."""
 
@@ -34,7 +36,7 @@ def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,), title: str = ""
 ) -> Table:
     """A table without lines; columns not in `left` are aligned to the right, and no cell is shortened."""
-    cells = [[Text(cell) for cell in row] for row in rows]
+    cells = [[Text(printable(cell)) for cell in row] for row in rows]
     widths = [max([len(name), *(row[number].cell_len for row in cells)]) for number, name in enumerate(columns)]
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), title=title or None, title_justify="left")
     made.width = sum(widths) + GAP * (len(widths) - 1)  # its own, however narrow the console is
@@ -48,7 +50,19 @@ def table(
 
 def sentence(text: str, width: int) -> str:
     """The text in lines of at most `width` columns, broken between words."""
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    return entry("", text, width, 0)
+
+
+def entry(label: str, text: str, width: int, indent: int) -> str:
+    """A label and its text from column `indent` on, the further lines under the text."""
+    return textwrap.fill(
+        printable(text),
+        width,
+        initial_indent=label.ljust(indent),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def good_or_bad(text: str, good: bool) -> Text:

@@ -79,7 +79,7 @@ def client_error(manifest: Mapping[str, Any], found: dict[str, metrics.Summary])
             parts.append(f"{name.upper()} by up to {format_duration(worst)} (median {format_duration(median)})")
     if parts:
         return f"The client itself is off too far, {' and '.join(parts)}"
-    checked = "client_budget" in manifest and manifest.get("settings", {}).get("self_check")
+    checked = "client_budget" in manifest and (manifest.get("settings") or {}).get("self_check")
     if checked and not budget:
         return "The client itself is too slow for so many lanes: no call of its self-check completed"
     stall, ttft = _worst_stall(manifest), found["ttft_ns"].p50

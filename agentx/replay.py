@@ -263,15 +263,16 @@ def replay_sim(
     def interrupt(number: int, frame: object) -> None:
         driver.interrupted = True
 
-    before = signal.signal(signal.SIGINT, interrupt) if in_main_thread() else None
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread() else ()
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         driver.run()
     except BaseException:
         writer.close()
         raise
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return finish(writer, lanes, "interrupted" if driver.interrupted else "window", driver.now_ns)
 
 

@@ -136,7 +136,7 @@ def measured_window(run: Run) -> tuple[int, int] | None:
             return None
         warmed = _latest(calls.filter(pl.col("phase") == "warmup"))
         start = first if warmed is None else warmed
-        end = start + manifest.get("settings", {}).get("duration_ns", 0)
+        end = start + (manifest.get("settings") or {}).get("duration_ns", 0)
     else:
         start, end = window["start_ns"], window["end_ns"]
     ended = (manifest.get("ended") or {}).get("at_ns")
@@ -152,7 +152,7 @@ def _latest(calls: pl.DataFrame) -> int | None:
 
 
 def _notice(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
-    deployment = manifest.get("deployment", {})
+    deployment = manifest.get("deployment") or {}
     if deployment.get("engine") == "agentx":
         return f"Simulated deployment served at {deployment.get('name')}: no hardware was measured"
     if deployment.get("kind") != "sim":
@@ -193,16 +193,17 @@ FACTS = {
 
 def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What makes the run comparable with another; None where the manifest does not say."""
-    profile, corpus = manifest.get("profile", {}), manifest.get("corpus", {})
+    profile, corpus = manifest.get("profile") or {}, manifest.get("corpus") or {}
+    sections = {section: manifest.get(section) or {} for section in FACTS}
     return {
-        "platform": manifest.get("deployment", {}).get("name"),
+        "platform": sections["deployment"].get("name"),
         "profile": profile.get("name") or corpus.get("name"),
         "profile_digest": profile.get("digest"),
         "corpus_digest": corpus.get("digest"),
         "corpus_sessions": corpus.get("sessions"),
         "corpus_turns": corpus.get("turns"),
         "seed": manifest.get("seed"),
-        **{key: manifest.get(section, {}).get(key) for section, keys in FACTS.items() for key in keys},
+        **{key: sections[section].get(key) for section, keys in FACTS.items() for key in keys},
         "agentx_version": manifest.get("agentx_version"),
         "host": manifest.get("host"),
         "clock": manifest.get("clock"),

@@ -43,6 +43,9 @@ CALLS = "calls.parquet"
 JOURNAL = "calls.arrow"
 IN_FLIGHT = "in_flight.arrow"
 
+SECTIONS = ("corpus", "profile", "settings", "deployment", "host", "clock", "window", "ended", "client", "server")
+"""Sections of the manifest."""
+
 OURS = (MANIFEST, CALLS, JOURNAL, IN_FLIGHT, "report.json", "report.html", "server_metrics.parquet")
 """Files of a run folder: what `overwrite` may remove, with the journals of workers."""
 _PART = re.compile(r"(calls|in_flight)\.\d+\.arrow")
@@ -261,12 +264,24 @@ def load_run(folder: Path) -> Run:
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
     if version != SCHEMA_VERSION:
         raise InputError(f"{path}: schema version {version!r}, this agentx reads {SCHEMA_VERSION}", "update agentx")
+    _check_manifest(manifest, path)
     if (folder / CALLS).is_file():
         return Run(folder, manifest, _read_calls(folder / CALLS), complete=True)
     table = _salvage(folder)
     if manifest.get("ended") is None:
         manifest["ended"] = {"reason": "killed"}
     return Run(folder, manifest, _frame(_sorted(table)), complete=False)
+
+
+def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
+    """Raise InputError where a section is not of its kind: a report must not stumble over it."""
+    for name in SECTIONS:
+        section = manifest.get(name)
+        if section is not None and not isinstance(section, dict):
+            raise InputError(f"{path}: {name} is {section!r}, an object is needed", "was it edited? use a copy")
+    window = manifest.get("window")
+    if window is not None and not all(type(window.get(end)) is int for end in ("start_ns", "end_ns")):
+        raise InputError(f"{path}: window is {window!r}, start_ns and end_ns are needed", "was it edited? use a copy")
 
 
 def _read_calls(path: Path) -> pl.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from tests.wire import Script, Step, serving
 
 S = 10**9
 ROOT = Path(__file__).resolve().parent.parent
+EXPORT = "generate --profile conformance_512k --format weka -o r"
 
 
 def small_corpus(sessions: int) -> Corpus:
@@ -112,6 +114,23 @@ def test_a_server_that_accepts_and_never_answers_is_one_sentence(tmp_path: Path)
     assert got.returncode == 3
     assert f"error: {url}/v1/models: no answer within 10 s\nhint: check --url" in got.stderr
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("words", "delay_s"), [("replay --profile small --url DEAF -o r", 2.5), (EXPORT, 2.0)])
+def test_ended_before_anything_was_measured_leaves_nothing(
+    tmp_path: Path, words: str, delay_s: float, number: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        command = [sys.executable, "-m", "agentx", *words.replace("DEAF", url).split()]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(delay_s)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert {path.name for path in tmp_path.iterdir()} <= {"corpora"}
 
 
 def test_lanes_live_on_when_the_server_was_away(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from agentx import runs
 from agentx.errors import InputError
+from agentx.report import make_report
 from agentx.runs import CALLS, IN_FLIGHT, JOURNAL, MANIFEST, RunWriter, _read_journal, load_run
 from agentx.store import atomic_write_table
 from agentx.turns import CALLS_SCHEMA, CallRow, calls_batch
@@ -164,6 +166,13 @@ def test_damaged_and_newer_runs_are_told_plainly(tmp_path: Path) -> None:
     (tmp_path / "r" / MANIFEST).write_text('{"schema_version": 99}')
     with pytest.raises(InputError, match="schema version 99"):
         load_run(tmp_path / "r")
+    for wrong in ({"settings": 5}, {"window": {"a": 1}}, {"window": []}, {"server": "x"}, {"ended": True}):
+        (tmp_path / "r" / MANIFEST).write_text(json.dumps({"schema_version": 1, **wrong}))
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} is "):
+            load_run(tmp_path / "r")
+    (tmp_path / "r" / MANIFEST).write_text('{"schema_version": 1, "settings": null, "deployment": null}')
+    (tmp_path / "r" / CALLS).unlink()
+    assert make_report(load_run(tmp_path / "r")).throughput is None
 
 
 def full_disk(writer: RunWriter, more_bytes: int) -> None:

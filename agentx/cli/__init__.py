@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 
@@ -59,7 +60,12 @@ def _print_version(wanted: bool) -> None:
 
 def main() -> None:
     """Run the command line and leave with its exit code (0, 1, 2, 3 or 130)."""
+    signal.signal(signal.SIGTERM, _interrupted)  # as Ctrl-C: what is half-written is cleared away
     sys.exit(run())
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def run(arguments: list[str] | None = None) -> int:

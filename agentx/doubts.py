@@ -105,12 +105,28 @@ def _ending_doubts(run: Run, window: tuple[int, int] | None) -> Iterator[Doubt]:
             "interrupted",
             "The run was interrupted: its window is shorter than asked for, and ends with the calls in flight.",
         )
+    elif reason == "stalled":
+        yield Doubt("stalled", _stalled(run))
     elif reason not in (None, "window"):
         yield Doubt("ended_early", f"The run ended early: {reason}.")
     elif not run.complete:
         yield Doubt("not_closed", "The run could not be closed in order: it is read from its journal.")
     if window is None:
         yield Doubt("no_window", "No call was sent inside a measured window: warm-up never ended, or nothing was sent.")
+
+
+def _stalled(run: Run) -> str:
+    """What was in flight when nothing came any more, and what the canary said then."""
+    cut = run.calls.filter((pl.col("status") == "cancelled") & (pl.col("error_message") == "stalled"))
+    silent = (run.manifest.get("settings") or {}).get("stall_ns")
+    canary = run.manifest.get("canary_after")
+    after = "" if canary is None else f" The canary after it: {canary}."
+    calls = _several(cut.height, "call")
+    longest = metrics.column(cut, "planned_input_tokens").max(initial=0)
+    return (
+        f"The run stalled: for {format_duration(silent)} no byte came on any of {calls} in flight "
+        f"(the longest prompt {format_count(longest)} tokens).{after}"
+    )
 
 
 def _failure_doubts(run: Run, outcomes: metrics.Outcomes) -> Iterator[Doubt]:

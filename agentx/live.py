@@ -165,7 +165,7 @@ class LiveDriver:
         self.ended_because = reason
         self.lanes.close(self._now(), "stopped")
         self._drop_ready("stopped")
-        self._cut("stopped")
+        self._cut(reason)
         self._pump_soon()
 
     def open_window(self, at_ns: int) -> None:

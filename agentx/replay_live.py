@@ -42,7 +42,7 @@ from agentx.replay import (
 from agentx.runs import Run, RunWriter, unwritable
 from agentx.scrape import ServerWatch
 from agentx.selfcheck import check_client
-from agentx.target import LiveTarget, Ready, connect, sing
+from agentx.target import LiveTarget, Ready, canary_after, connect, sing
 from agentx.turns import CallRow
 from agentx.worker import Share
 
@@ -100,7 +100,7 @@ async def _replay_live(
             make_room(options.concurrency * connections_per_lane(sessions))
         budget = await _check_client(corpus, options, crew, observer)
         if options.canary:
-            await sing(ready)
+            await sing(ready, observer.note)
         nonce = secrets.token_hex(8) if options.cache_bust else SHARED_NONCE
         redact = Redactor(target.secrets())
         manifest = manifest_of(corpus, options, ready.facts(), redact.command(command), nonce)
@@ -260,6 +260,8 @@ class _Live:
         finally:
             ticking.cancel()
         ended_ns = clients[0].now_ns()
+        if replayer.ended_because == "stalled" and self.options.canary:
+            writer.update(canary_after=await canary_after(self.ready, self.observer.note))
         await asyncio.gather(*looking, return_exceptions=True)
         writer.update(client=replayer.facts(), server=await servers.finish())
         return ended_ns

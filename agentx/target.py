@@ -6,10 +6,11 @@ import asyncio
 import os
 import secrets
 import ssl
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,8 +25,14 @@ from agentx.prefix import salt_of
 from agentx.prompts import Extras, Filler, PromptBuilder
 from agentx.redact import Redactor
 
+Result = TypeVar("Result")
+
 CANARIES = 8
 """Short calls at once that must pass before a run: some deployments break for concurrent calls only."""
+PATIENCE_S = 10.0
+"""How long a first call may take until the user is told that it does, and again and again."""
+AFTER_S = 30.0
+"""Limit of the canary after an aborted run."""
 PROBE_TOKENS = 64
 """Filler tokens of the probe call."""
 AFFINITY = ("X-Session-ID", "X-Correlation-ID", "X-SMG-Routing-Key", "X-Dynamo-Session-ID")
@@ -186,7 +193,9 @@ async def connect(
             await _same(other, found, max_context)
         filler = Filler(await _words(target, client, found))
         note(f"{found.model} at {client.endpoint.url()}, context window {found.max_model_len or 'unknown'}")
-        extras, counted = await _probe(target, client, found, filler)
+        extras, counted = await _told_while_waiting(
+            _probe(target, client, found, filler), f"{client.url} has not answered a call of one token", note
+        )
         if cache_block is not None:
             found.cache_block, found.cache_block_source = cache_block, "--cache-block"
         elif found.cache_block is None:
@@ -270,24 +279,55 @@ async def _short_call(client: HttpClient, prompts: PromptBuilder) -> dict[str, A
     return await probe(client, prompts.path, prompts.request(keys, PROBE_TOKENS, 1))
 
 
-async def sing(ready: Ready) -> None:
+async def sing(ready: Ready, note: Callable[[str], None]) -> None:
     """Send one short call, then several at once, to every URL: the canary of a run.
 
     Raises DeploymentError where one fails, and where one passes but several do not (the seed's
     operational note: a fabric that lost a wave of transfers still serves single requests).
     """
     for client in ready.clients:
-        alone = _failure(await _short_call(client, ready.prompts))
-        if alone is not None:
-            raise DeploymentError(f"{client.url}: the canary call failed: {alone}", "look at the server's log")
-        together = await asyncio.gather(*(_short_call(client, ready.prompts) for _ in range(CANARIES)))
-        failed = [what for call in together if (what := _failure(call)) is not None]
-        if failed:
-            raise DeploymentError(
-                f"{client.url}: one call passes, {len(failed)} of {CANARIES} at once fail ({failed[0]}): concurrent "
-                "transfers broken",
-                "relaunch the serve: a wave that was killed may leave it like this",
-            )
+        await _told_while_waiting(_sing_to(client, ready), f"{client.url} has not answered the canary calls", note)
+
+
+async def canary_after(ready: Ready, note: Callable[[str], None]) -> str:
+    """What the canary says after a run that was aborted: `passes`, or how it fails."""
+    note("trying the canary calls again")
+    try:
+        await asyncio.wait_for(sing(ready, note), AFTER_S)
+    except TimeoutError:
+        return f"no answer within {AFTER_S:g} s"
+    except DeploymentError as error:
+        return Redactor(ready.target.secrets())(error.message)
+    finally:
+        for client in ready.clients:
+            client.close()
+    return "passes"
+
+
+async def _sing_to(client: HttpClient, ready: Ready) -> None:
+    alone = _failure(await _short_call(client, ready.prompts))
+    if alone is not None:
+        raise DeploymentError(f"{client.url}: the canary call failed: {alone}", "look at the server's log")
+    together = await asyncio.gather(*(_short_call(client, ready.prompts) for _ in range(CANARIES)))
+    failed = [what for call in together if (what := _failure(call)) is not None]
+    if failed:
+        raise DeploymentError(
+            f"{client.url}: one call passes, {len(failed)} of {CANARIES} at once fail ({failed[0]}): concurrent "
+            "transfers broken",
+            "relaunch the serve: a wave that was killed may leave it like this",
+        )
+
+
+async def _told_while_waiting(work: Coroutine[Any, Any, Result], text: str, note: Callable[[str], None]) -> Result:
+    """The result of some work; while it lasts, the user is told now and then that it does."""
+    task = asyncio.ensure_future(work)
+    started = time.monotonic()
+    try:
+        while not (await asyncio.wait({task}, timeout=PATIENCE_S))[0]:
+            note(f"{text} for {time.monotonic() - started:.0f} s, still waiting")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def _failure(seen: dict[str, Any]) -> str | None:

@@ -205,7 +205,8 @@ def test_each_doubt_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(with_first(0), deployment={**live, "prompt_exact": False}) == ["prompt_inexact"]
     assert told(with_first(0), deployment={**live, "tls_insecure": True}) == ["tls_insecure"]
     assert told(with_first(0), warnings=["a", "b"]) == ["warning", "warning"]
-    assert told(with_first(0), ended={"reason": "stalled", "at_ns": 22 * S}) == ["ended_early"]
+    assert told(with_first(0), ended={"reason": "stalled", "at_ns": 22 * S}) == ["stalled"]
+    assert told(with_first(0), ended={"reason": "a worker process died", "at_ns": 22 * S}) == ["ended_early"]
     assert told(with_first(0), ended={"reason": "interrupted", "at_ns": 22 * S}) == ["interrupted"]
     dropped = ok(0, status="skipped", error_kind="context_gate", sent_ns=None, lane=-1)
     assert told([*rows, dropped]) == ["context_gate"]

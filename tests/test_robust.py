@@ -105,6 +105,35 @@ def test_a_server_that_stops_answering_is_cut_and_counted(tmp_path: Path) -> Non
     assert {"ok", "cancelled", "skipped"} >= set(run.calls["status"])
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_silence_is_told_with_what_was_in_flight_and_what_the_canary_says(tmp_path: Path, comes_back: bool) -> None:
+    corpus = small_corpus(12)
+    posts = 0
+
+    def answer(number: int, request: bytes) -> Script:
+        nonlocal posts
+        posts += request.startswith(b"POST")
+        if comes_back and b'"max_tokens":1,' in request:
+            return answer_to(request)
+        return answer_to(request) if posts < 20 else Script([Step(60, b"")])
+
+    def canary(number: int, request: bytes) -> Script:
+        return (
+            Script([], "reset")
+            if not comes_back and posts >= 24 and request.startswith(b"POST")
+            else answer(0, request)
+        )
+
+    options = ReplayOptions(4, 60 * S, 1, stall_ns=S, think_cap_ns=0, ramp_ns=0, self_check=False)
+    run = replayed(tmp_path / "r", corpus, canary, options)
+    assert run.manifest["ended"]["reason"] == "stalled"
+    (stalled, *_) = make_report(run).doubts
+    assert stalled.kind == "stalled"
+    assert "for 1.00 s no byte came on any of 4 calls in flight" in stalled.text
+    assert ("The canary after it: passes." in stalled.text) is comes_back
+    assert run.calls.select("session_id", "turn", "play").is_unique().all()
+
+
 def test_a_server_that_accepts_and_never_answers_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"

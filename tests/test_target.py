@@ -10,6 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from agentx import target
 from agentx.errors import DeploymentError, InputError
 from agentx.generate import as_corpus, generate
 from agentx.profile import load_profile
@@ -54,7 +55,7 @@ def looked_at(answer, *, wires: int = 1, **target):  # type: ignore[no-untyped-d
                 LiveTarget(urls[0], more_urls=tuple(urls[1:]), **target), lambda: 0, lambda text: None, block_size=64
             )
             try:
-                await sing(ready)
+                await sing(ready, lambda text: None)
             finally:
                 for client in ready.clients:
                     client.close()
@@ -147,6 +148,19 @@ def test_describing_endpoints_may_say_anything(path: str, text: str) -> None:
 def test_a_server_that_cannot_be_used_is_one_sentence(path: str, script: Script, told: str) -> None:
     with pytest.raises(DeploymentError, match=told):
         looked_at(at(path, script))
+
+
+def test_the_user_is_told_while_the_first_call_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "PATIENCE_S", 0.1)
+    notes: list[str] = []
+
+    async def slow() -> int:
+        await asyncio.sleep(0.35)
+        return 5
+
+    assert asyncio.run(target._told_while_waiting(slow(), "nothing came", notes.append)) == 5
+    assert notes[0] == "nothing came for 0 s, still waiting"
+    assert 2 <= len(notes) <= 3
 
 
 def test_a_long_list_of_models_is_cut() -> None:

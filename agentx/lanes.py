@@ -331,6 +331,8 @@ class Lanes:
         """Start the subagents that the end of this turn spawns (ROOT: that begin with the stream)."""
         tree = lane.tree
         assert tree is not None
+        if len(tree.streams) == 1:
+            return
         for number, child in enumerate(tree.streams):
             if number and child.parent == stream and child.spawn_turn == turn and not lane.streams[number].done:
                 self._start(lane, number, now_ns + self._think_ns(lane, number, 0))
@@ -347,7 +349,7 @@ class Lanes:
         """True while a subagent that this turn waits for is not done."""
         tree = lane.tree
         assert tree is not None
-        return any(
+        return len(tree.streams) > 1 and any(
             child.parent == stream and child.join_turn == turn and not lane.streams[number].done
             for number, child in enumerate(tree.streams)
             if number

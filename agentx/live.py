@@ -124,6 +124,8 @@ class LiveDriver:
         self._flying: dict[Exchange, _Sending] = {}
         self._taken = 0
         self._wake: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._soon = False
+        """The pump runs with this turn of the loop."""
         self._over = self._loop.create_future()
         self._cut_at_ns: int | None = None
         self._last_sign_ns = 0
@@ -199,7 +201,7 @@ class LiveDriver:
     # The pump
 
     def _pump(self) -> None:
-        self._wake = None
+        self._wake, self._soon = None, False
         if self._over.done():
             return
         now = self._now()
@@ -236,9 +238,11 @@ class LiveDriver:
             self._wake = self._loop.call_soon(self._pump)
 
     def _pump_soon(self) -> None:
+        if self._soon:
+            return
         if self._wake is not None:
             self._wake.cancel()
-        self._wake = self._loop.call_soon(self._pump)
+        self._wake, self._soon = self._loop.call_soon(self._pump), True
 
     def _cut_if_late(self, now_ns: int) -> None:
         """Cut what is in flight when the grace after the window is over."""
@@ -321,21 +325,21 @@ class LiveDriver:
 
     def _row(self, sending: _Sending, observed: dict[str, Any]) -> CallRow:
         """The row of a call that has ended with what its last attempt saw."""
-        window, end_ns = self.lanes.window, observed["end_ns"]
+        window, end_ns, call = self.lanes.window, observed["end_ns"], sending.call
         late = window is not None and end_ns is not None and end_ns > window[1]
-        columns = {
-            **observed,
-            "last_sent_ns": observed["sent_ns"],
-            "phase": "drain" if sending.call.phase == "measure" and late else sending.call.phase,
-            "ceiling_cached_tokens": sending.ceiling,
-            "endpoint": sending.client.url,
-        }
         if observed["error_message"] is not None:
-            columns["error_message"] = self._redact(observed["error_message"])
+            observed["error_message"] = self._redact(observed["error_message"])
+        last_sent_ns = observed["sent_ns"]
         if sending.first_sent_ns is not None:
-            columns["sent_ns"] = sending.first_sent_ns
-            columns["attempts"] += sending.attempts
-        return sending.call.row(**columns)
+            observed["sent_ns"] = sending.first_sent_ns
+            observed["attempts"] += sending.attempts
+        return call.row(
+            phase="drain" if call.phase == "measure" and late else call.phase,
+            ceiling_cached_tokens=sending.ceiling,
+            endpoint=sending.client.url,
+            last_sent_ns=last_sent_ns,
+            **observed,
+        )
 
     async def _ticking(self) -> None:
         while True:

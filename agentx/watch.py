@@ -19,7 +19,9 @@ from agentx.units import NS_PER_S
 
 SAMPLE_S = 0.02
 COLLECT_S = 0.5
-"""Time between two collections of young objects."""
+"""Least time between two collections of young objects."""
+PAUSES_PER_COLLECTION = 500
+"""A collection waits this many times the pause of the one before: 0.2 % of the time at most."""
 
 
 class LoopWatch:
@@ -63,10 +65,11 @@ class LoopWatch:
         now = self._loop.time()
         self._stalls.append(int((now - self._due) * NS_PER_S))
         if now >= self._collect_at:
-            self._collect_at = now + COLLECT_S
             before = time.monotonic_ns()
             gc.collect(1)
-            self._pauses.append(time.monotonic_ns() - before)
+            pause = time.monotonic_ns() - before
+            self._pauses.append(pause)
+            self._collect_at = now + max(COLLECT_S, PAUSES_PER_COLLECTION * pause / NS_PER_S)
         self._wait()
 
 

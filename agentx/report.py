@@ -153,11 +153,12 @@ def _latest(calls: pl.DataFrame) -> int | None:
 
 def _notice(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
     deployment = manifest.get("deployment") or {}
+    if deployment.get("kind") == "sim":
+        return f"Simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
+    notes = [client_error(manifest, found)]
     if deployment.get("engine") == "agentx":
-        return f"Simulated deployment served at {deployment.get('name')}: no hardware was measured"
-    if deployment.get("kind") != "sim":
-        return client_error(manifest, found)
-    return f"Simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
+        notes.insert(0, f"Simulated deployment served at {deployment.get('name')}: no hardware was measured")
+    return ". ".join(note for note in notes if note) or None
 
 
 def _summary(

@@ -16,6 +16,8 @@ from agentx.corpus import Corpus, export_weka, fits, length_conflicts, load_corp
 from agentx.corpus.parquet import FORMAT, FORMAT_VERSION, MANIFEST, TABLE, write_parquet
 from agentx.corpus.sessions import content_digest, make_corpus
 from agentx.errors import FaultsError, InputError
+from agentx.generate import generate_corpus
+from agentx.profile import load_profile
 from agentx.reference import new_block_ids
 from agentx.turns import CORPUS_SCHEMA, ROOT
 
@@ -264,6 +266,21 @@ def test_export_is_what_json_would_write_and_reads_back(tmp_path: Path) -> None:
     again = load_corpus(tmp_path / "out")
     for name in ("session_id", "turn", "t_ns", "api_ns", "think_ns", "input_tokens", "output_tokens", "model"):
         assert again.table[name].to_pylist() == corpus.table[name].to_pylist()
+
+
+def test_an_edited_export_is_a_recording_of_unknown_origin(tmp_path: Path) -> None:
+    profile = load_profile("small").model_copy(update={"sessions": 3})
+    folder = tmp_path / "c"
+    generate_corpus(profile, folder, form="weka")
+    assert load_corpus(folder).manifest["profile"]["name"] == "small"
+    file = sorted(folder.glob("session_*.json"))[0]
+    file.write_bytes(file.read_bytes().replace(b'"out": 1', b'"out": 9', 1))
+    edited = load_corpus(folder)
+    assert "profile" not in edited.manifest
+    assert "not those that agentx made" in edited.notes[-1]
+    (folder / ".agentx").write_text("[]")
+    with pytest.raises(InputError, match="no marker of agentx"):
+        load_corpus(folder)
 
 
 def test_export_refuses_subagents_and_foreign_folders(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentx import store
-from agentx.corpus.export import MARKER, export_weka
+from agentx.corpus.export import MARKER, export_weka, joined_sha256
 from agentx.corpus.parquet import TABLE, is_parquet_corpus, read_parquet
 from agentx.corpus.records import trace_files
 from agentx.corpus.sessions import Corpus, LengthConflict, Sessions, fits, length_conflicts, peak_tokens
@@ -45,5 +45,15 @@ def load_corpus(path: Path, *, subagent_times: str = "auto") -> Corpus:
     corpus = read_weka(path, trace_files(path), subagent_times)
     if not (path / MARKER).is_file():
         return corpus
+    return _with_origin(corpus, path)
+
+
+def _with_origin(corpus: Corpus, path: Path) -> Corpus:
+    """An exported corpus with what its marker says of it; edited files are a recording of unknown origin."""
     origin = store.read_json(path / MARKER)
+    if not isinstance(origin, dict) or not isinstance(origin.get("name"), str):
+        raise InputError(f"{path / MARKER}: no marker of agentx", "remove it to read the folder as a recording")
+    if joined_sha256(path) != origin.get("files_sha256"):
+        note = f"the files are not those that agentx made ({origin['name']}): they are read as a recording"
+        return replace(corpus, notes=(*corpus.notes, note))
     return replace(corpus, name=origin["name"], manifest={**origin, **corpus.manifest, "name": origin["name"]})

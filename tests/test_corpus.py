@@ -268,7 +268,7 @@ def test_export_is_what_json_would_write_and_reads_back(tmp_path: Path) -> None:
         assert again.table[name].to_pylist() == corpus.table[name].to_pylist()
 
 
-def test_an_edited_export_is_a_recording_of_unknown_origin(tmp_path: Path) -> None:
+def test_an_edited_export_is_read_as_it_is_and_told(tmp_path: Path) -> None:
     profile = load_profile("small").model_copy(update={"sessions": 3})
     folder = tmp_path / "c"
     generate_corpus(profile, folder, form="weka")
@@ -276,8 +276,8 @@ def test_an_edited_export_is_a_recording_of_unknown_origin(tmp_path: Path) -> No
     file = sorted(folder.glob("session_*.json"))[0]
     file.write_bytes(file.read_bytes().replace(b'"out": 1', b'"out": 9', 1))
     edited = load_corpus(folder)
-    assert "profile" not in edited.manifest
-    assert "not those that agentx made" in edited.notes[-1]
+    assert edited.manifest["profile"]["name"] == "small"
+    assert "edited since they were made" in edited.notes[-1]
     (folder / ".agentx").write_text("[]")
     with pytest.raises(InputError, match="no marker of agentx"):
         load_corpus(folder)

@@ -49,11 +49,12 @@ def load_corpus(path: Path, *, subagent_times: str = "auto") -> Corpus:
 
 
 def _with_origin(corpus: Corpus, path: Path) -> Corpus:
-    """An exported corpus with what its marker says of it; edited files are a recording of unknown origin."""
+    """An exported corpus with what its marker says of it; files that were edited since are told."""
     origin = store.read_json(path / MARKER)
     if not isinstance(origin, dict) or not isinstance(origin.get("name"), str):
         raise InputError(f"{path / MARKER}: no marker of agentx", "remove it to read the folder as a recording")
+    notes = corpus.notes
     if joined_sha256(path) != origin.get("files_sha256"):
-        note = f"the files are not those that agentx made ({origin['name']}): they are read as a recording"
-        return replace(corpus, notes=(*corpus.notes, note))
-    return replace(corpus, name=origin["name"], manifest={**origin, **corpus.manifest, "name": origin["name"]})
+        notes = (*notes, "the files were edited since they were made: they are read as they are")
+    manifest = {**origin, **corpus.manifest, "name": origin["name"]}
+    return replace(corpus, name=origin["name"], manifest=manifest, notes=notes)

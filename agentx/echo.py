@@ -148,7 +148,7 @@ class _EchoConnection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
             return
         if line[1] == b"GET":
-            found = line[4].endswith(b"/models")
+            found = line[4].endswith((b"/models", b"/health"))
             self._transport.write(
                 (b"HTTP/1.1 200 OK" if found else b"HTTP/1.1 404 Not Found")
                 + b"\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"

@@ -126,6 +126,7 @@ class Lanes:
         self._shift_ns = 0
         self._warming = 0
         self._closed = False
+        self._close_reason = ""
         self.in_flight = 0
         self.window: tuple[int, int] | None = None
         """(start, end) of the measured window; None while warm-up calls are out."""
@@ -199,6 +200,8 @@ class Lanes:
         lane.in_flight -= 1
         self.in_flight -= 1
         lane.failures = lane.failures + 1 if status in FAILURES else 0
+        if self._closed and self.in_flight == 0:
+            self._skip_unplayed()
         if not self._closed:
             if status == "overflow" and not lane.aborted:
                 self._abort(lane, "overflow")
@@ -210,16 +213,26 @@ class Lanes:
                 self._look_ahead(now_ns)
 
     def close(self, now_ns: int, reason: str = "window_end") -> None:
-        """Start nothing any more, the window ends: every turn not sent is recorded as skipped for `reason`."""
+        """Start nothing any more, the window ends.
+
+        Every turn not sent is recorded as skipped for `reason`, when nothing is in flight any more: there may be many,
+        and the times of calls in flight must not wait for that.
+        """
         if self._closed:
             return
         self._closed = True
+        self._close_reason = reason
         if self.window is not None:
             self.window = (self.window[0], max(self.window[0], min(self.window[1], now_ns)))
         self._pending.clear()
+        if self.in_flight == 0:
+            self._skip_unplayed()
+
+    def _skip_unplayed(self) -> None:
         for lane in self._lanes.values():
             if lane.tree is not None and not lane.aborted:
-                self._skip_rest(lane, reason)
+                self._skip_rest(lane, self._close_reason)
+                lane.tree = None
 
     # Drawing and starting sessions.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,14 +43,14 @@ def replay(lanes: int, seconds: int, ttft_us: int, itl_us: int) -> list[str]:
             "run",
         ]
         words += ["--concurrency", str(lanes), "--duration", f"{seconds}s", "--no-self-check", "--workers", "1"]
-        subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", "agentx", *words],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            check=True,
         )
+        _, process.returncode, usage = os.wait4(process.pid, 0)
         run = load_run(Path(folder) / "run")
     report = make_report(run)
     calls = run.calls
@@ -67,6 +66,7 @@ def replay(lanes: int, seconds: int, ttft_us: int, itl_us: int) -> list[str]:
         f"{twice + gaps + endless:,}",
         "-" if ttft.p50 is None else f"{ttft.p50 / 1e6:,.0f} ms",
         "-" if stall["p99"] is None else f"{stall['p99'] / 1e6:,.0f} ms",
+        f"{usage.ru_maxrss / 1024:,.0f} MB",
     ]
 
 
@@ -82,12 +82,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few lanes: shows that it runs, measures nothing")
     quick = parser.parse_args().quick
     lanes, seconds = (50, 2) if quick else (10_000, 60)
-    print("| load | calls sent | lost | TTFT P50 | loop stall P99 |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    print("| load | calls sent | lost | TTFT P50 | loop stall P99 | peak memory |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for ttft_us, itl_us in SHAPES:
         print(f"| {' | '.join(replay(lanes, seconds, ttft_us, itl_us))} |", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(f"\nPeak memory of the largest process: {peak:,.0f} MB.")
 
 
 if __name__ == "__main__":

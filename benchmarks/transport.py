@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -171,8 +170,9 @@ def whole_command(lanes: int, seconds: int) -> list[list[str]]:
         assert process.stderr is not None
         first = next((time.monotonic_ns() - started for line in process.stderr if "context window" in line), None)
         process.stderr.read()
-        process.wait()
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        _, _, usage = os.wait4(process.pid, 0)
+        process.returncode = 0
+    peak = usage.ru_maxrss / 1024
     shown = "-" if first is None else f"{first / 1e9:.2f} s"
     return [
         ["command to the first requests on the wire, `small`, corpus made and gated", "-", shown, "-"],

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from agentx import watch as watch_module
 from agentx.crew import checked
 from agentx.descriptors import RESERVE, make_room
 from agentx.echo import running_echo
@@ -80,7 +81,9 @@ def test_doctor_checks_workers_together(tmp_path: Path) -> None:
     assert budget.n >= 15
 
 
-def test_stalls_and_collections_are_seen() -> None:
+def test_stalls_and_collections_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "COLLECT_S", 0.1)
+
     async def go() -> dict:
         watch = LoopWatch()
         watch.start()

@@ -95,8 +95,11 @@ class Crew:
         with running_echo() as url:
             for member, part in zip(self._members, self.deal(lanes), strict=True):
                 member.send("check", url, replace(load, lanes=len(part)))
-            async with asyncio.timeout(CHECK_S):
-                found = [(await member.receive())[1] for member in self._members]
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    found = [(await member.receive())[1] for member in self._members]
+            except TimeoutError as error:
+                raise WorkerError(f"a worker process said nothing for {CHECK_S:g} s", "run with --workers 1") from error
         return Compared.joined(found).budget(load)
 
     def prepare(

@@ -194,7 +194,7 @@ async def _cache_block(client: HttpClient, found: Deployment) -> None:
         return
     text = exchange.content().decode("utf-8", "replace")
     block = re.search(r'^\S*cache_config_info\{[^}\n]*\bblock_size="(\d+)"', text, re.MULTILINE)
-    if block:
+    if block and len(block[1]) < 8 and int(block[1]) > 0:
         found.cache_block, found.cache_block_source = int(block[1]), "/metrics cache_config_info"
 
 

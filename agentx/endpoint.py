@@ -29,11 +29,13 @@ class Endpoint:
         """
         text = url.strip()
         shown = _CREDENTIALS.sub("***@", text)
-        parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
         try:
+            parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
             port = parts.port
         except ValueError:
-            raise InputError(f"--url {shown!r} has no valid port", "write http://HOST:PORT") from None
+            raise InputError(f"--url {shown!r} has no valid host or port", "write http://HOST:PORT") from None
+        if not text.isascii():
+            raise InputError(f"--url {shown!r} has letters beyond ASCII", "write them as %XX, a host name as xn--…")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"--url {shown!r} is no HTTP URL", "write http://HOST:PORT or https://HOST/PATH")
         if parts.query or parts.fragment:

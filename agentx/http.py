@@ -27,6 +27,8 @@ LARGEST_HEAD = 256 * 1024
 """Bytes of response headers after which an answer is refused."""
 BACKLOG_READS = 512
 """Reads of one answer that gather before they are looked at: about a millisecond of parsing."""
+LARGEST_FETCH = 16 * 1024 * 1024
+"""Bytes of a fetched answer."""
 SWEEP_S = 0.25
 """How often the limits of calls in flight are looked at."""
 
@@ -325,6 +327,7 @@ class HttpClient:
                 done.set_result(None)
 
         exchange = self.request(path, body or b"", ended, "GET" if body is None else "POST")
+        exchange.on_backlog = self._bound_size
         self.send(exchange)
         try:
             await asyncio.wait_for(asyncio.shield(done), limit_s)
@@ -334,6 +337,11 @@ class HttpClient:
             self.cancel(exchange)
             raise
         return exchange
+
+    def _bound_size(self, exchange: Exchange) -> None:
+        """End a fetched answer that does not end by itself."""
+        if len(exchange.reads) % BACKLOG_READS == 0 and len(exchange.content()) > LARGEST_FETCH:
+            self.cancel(exchange, "protocol", f"an answer of over {LARGEST_FETCH} bytes")
 
     def close(self) -> None:
         """Close every connection; what is in flight ends as cancelled."""
@@ -436,6 +444,8 @@ class HttpClient:
         for name, value in headers.items():
             if any(c in name + value for c in "\r\n") or not name:
                 raise InputError(f"header {name!r} holds a line break or no name", "write --header 'Name: value'")
+            if not (name.isascii() and value.isascii()):
+                raise InputError(f"header {name!r} has letters beyond ASCII", "headers are ASCII: encode the value")
             fixed[name.lower()] = (name, value)
         return "".join(f"{name}: {value}\r\n" for name, value in fixed.values())
 

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -252,8 +252,8 @@ class _Live:
         await servers.begin()
         ticking = asyncio.get_running_loop().create_task(_every_tick(tick))
         try:
-            with _signals(replayer, self.observer):
-                await replayer.run()
+            _take_signals(replayer, self.observer)
+            await replayer.run()
         except BaseException:
             writer.close()
             raise
@@ -291,9 +291,8 @@ async def _every_tick(tick: Callable[[], None]) -> None:
         await asyncio.sleep(TICK_S)
 
 
-@contextlib.contextmanager
-def _signals(replayer: Replayer, observer: Observer) -> Iterator[None]:
-    """SIGINT and SIGTERM go to the replayer within the block."""
+def _take_signals(replayer: Replayer, observer: Observer) -> None:
+    """SIGINT and SIGTERM go to the replayer for as long as the loop lives: saving is not cut either."""
 
     def on_signal() -> None:
         first = replayer.ended_because == "window"
@@ -306,8 +305,3 @@ def _signals(replayer: Replayer, observer: Observer) -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread() else ()
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

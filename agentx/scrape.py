@@ -196,6 +196,14 @@ def _grown(before: Look, after: Look, name: str, model: str | None, restarted: s
     return total
 
 
+def _bound(text: str | None) -> float | None:
+    """A bucket's upper bound; None where it is no number."""
+    try:
+        return None if text is None or math.isnan(float(text)) else float(text)
+    except ValueError:
+        return None
+
+
 def _histogram(before: Look, after: Look, names: Names, model: str | None, restarted: set[str]) -> Histogram | None:
     name = next((name for name in names if f"{name}_bucket" in after.samples), None)
     if name is None:
@@ -203,14 +211,14 @@ def _histogram(before: Look, after: Look, names: Names, model: str | None, resta
     bucket, old = f"{name}_bucket", before.samples.get(f"{name}_bucket", {})
     counts: dict[float, float] = {}
     for labels, value in after.samples[bucket].items():
-        bound = dict(labels).get("le")
+        bound = _bound(dict(labels).get("le"))
         if bound is None or not _of_model(labels, model):
             continue
         start = old.get(labels, 0.0)
         if value < start:
             restarted.add(bucket)
             start = 0.0
-        counts[float(bound)] = counts.get(float(bound), 0.0) + value - start
+        counts[bound] = counts.get(bound, 0.0) + value - start
     known = f"{name}_sum" in after.samples
     total = _grown(before, after, f"{name}_sum", model, restarted) if known else None
     bounds = tuple(sorted(counts))

@@ -9,6 +9,7 @@ English words are taken, which most vocabularies hold whole, and the table says 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ async def words_from_server(tokenize: Callable[[str], Awaitable[Sequence[int]]])
     """
     words = COMMON_WORDS.split()
     ids = list(await tokenize("".join(f"\n {word}" for word in words) + "\n"))
-    line_end = max(set(ids), key=ids.count) if ids else None
+    line_end = Counter(ids).most_common(1)[0][0] if ids else None
     ends = [place for place, token in enumerate(ids) if token == line_end]
     between = [after - before - 1 for before, after in itertools.pairwise(ends)]
     alone = [word for word, n in zip(words, between, strict=False) if n == 1] if len(between) == len(words) else words

@@ -21,6 +21,10 @@ _DURATION_NS = {
 }
 
 
+LONGEST_NS = 36_500 * 86400 * NS_PER_S
+"""A century: times are 64-bit nanoseconds."""
+
+
 def seconds_to_ns(seconds: float) -> int:
     """Nanoseconds, rounded to the nearest."""
     return round(seconds * NS_PER_S)
@@ -34,7 +38,10 @@ def parse_duration_ns(text: str, option: str = "duration") -> int:
     match = _DURATION.fullmatch(text)
     if match is None:
         raise InputError(f"{option}: {text!r} is not a duration", "write a number and a unit: 900s, 15m, 1.5h, 250ms")
-    return round(float(match[1]) * _DURATION_NS[match[2] or "s"])
+    found = round(float(match[1]) * _DURATION_NS[match[2] or "s"])
+    if found > LONGEST_NS:
+        raise InputError(f"{option}: {text!r} is over {LONGEST_NS // (86400 * NS_PER_S)} days", "write a shorter time")
+    return found
 
 
 def format_duration(ns: float | None) -> str:

@@ -12,9 +12,9 @@ import pytest
 import uvloop
 
 from agentx.endpoint import Endpoint
-from agentx.http import HttpClient
+from agentx.http import Exchange, HttpClient
 from agentx.lanes import Lanes, LaneSettings
-from agentx.live import LiveDriver, LiveSettings
+from agentx.live import LiveDriver, LiveSettings, retry_after_ns
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor
 from agentx.turns import ROOT, BlockIds, CallRow, SessionTree, Stream
@@ -200,6 +200,13 @@ def test_a_refusal_for_now_is_sent_again_and_counts_from_the_first_attempt() -> 
     assert row.last_sent_ns - row.sent_ns >= 1000 * MS
     assert row.first_token_ns - row.sent_ns >= 1050 * MS
     assert row.first_token_ns - row.last_sent_ns < 900 * MS
+
+
+@pytest.mark.parametrize("asked", ["9" * 400, "-1", "1e9", "Wed, 21 Oct 2026 07:28:00 GMT", "²", ""])
+def test_any_wait_that_a_server_asks_for_is_at_most_a_minute(asked: str) -> None:
+    exchange = Exchange(b"", b"", lambda ended: None)
+    exchange.headers["retry-after"] = asked
+    assert 0 < retry_after_ns(exchange, 0) <= 60_000 * MS
 
 
 def test_a_refusal_that_cannot_be_sent_again_stands() -> None:

@@ -98,3 +98,12 @@ def test_recorded_bytes_of_real_engines(shared: Path, engine: str, hits: int, mo
     window = change(look(body("metrics_before")), look(body("metrics_after")), model)
     assert 0 <= window.counts["cache_hits"] <= hits  # type: ignore[operator]
     assert window.counts["generation_tokens"] > 0  # type: ignore[operator]
+
+
+def test_a_bucket_without_a_number_is_left_out() -> None:
+    text = 'vllm:time_to_first_token_seconds_bucket{le="%s"} 4\n'
+    after = look(text % "abc" + text % "NaN" + text % "0.5" + text % "+Inf")
+    found = change(look(""), after).histograms["ttft"]
+    assert found is not None
+    assert found.bounds == (0.5, float("inf"))
+    assert change(look(""), look(text.replace(" 4", " NaN") % "+Inf")).histograms["ttft"] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -40,12 +39,14 @@ def test_the_echo_says_when_it_sent(tmp_path: Path) -> None:
         assert exchange.sent_ns is not None
         assert exchange.end_ns is not None
         assert exchange.sent_ns + 30 * MS <= sent[0] <= sent[-1] <= exchange.end_ns
+        early = [at for k, at in enumerate(sent) if at < exchange.sent_ns + (30 + 5 * k) * MS]
+        assert early == []  # a busy machine may send late, never before it is due
         return sent
 
     with running_echo() as url:
         sent = uvloop.run(go(url))
     assert len(sent) == 4
-    assert all(b - a >= 3 * MS for a, b in itertools.pairwise(sent))
+    assert sent == sorted(sent)
 
 
 def test_the_budget_is_measured_and_never_better_than_the_truth() -> None:

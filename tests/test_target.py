@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 from agentx import target
+from agentx.endpoint import Endpoint
 from agentx.errors import DeploymentError, InputError
 from agentx.generate import as_corpus, generate
 from agentx.profile import load_profile
@@ -161,6 +163,26 @@ def test_the_user_is_told_while_the_first_call_takes_long(monkeypatch: pytest.Mo
     assert asyncio.run(target._told_while_waiting(slow(), "nothing came", notes.append)) == 5
     assert notes[0] == "nothing came for 0 s, still waiting"
     assert 2 <= len(notes) <= 3
+
+
+def test_a_tokenizer_of_very_many_tokens_takes_no_time() -> None:
+    started = time.monotonic()
+    many = ", ".join(str(number) for number in range(200_000))
+    ready, *_ = looked_at(at("/tokenize", reply(f'{{"tokens": [{many}]}}')))
+    assert not ready.prompts.filler.table.exact
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("size", ["0", "9" * 20, "9" * 5000, "x"])
+def test_a_cache_unit_that_is_none_is_not_taken(size: str) -> None:
+    ready, *_ = looked_at(at("/metrics", reply(f'vllm:cache_config_info{{block_size="{size}"}} 1\n')))
+    assert ready.cache_block == 64
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:1/中", "http://☃.invalid", "http://h:99999999"])
+def test_urls_that_are_none_are_told(url: str) -> None:
+    with pytest.raises(InputError, match="--url"):
+        Endpoint.parse(url)
 
 
 def test_a_long_list_of_models_is_cut() -> None:

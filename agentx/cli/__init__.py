@@ -7,6 +7,7 @@ commands, so that `--help` and the first request are quick.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -60,6 +61,9 @@ def _print_version(wanted: bool) -> None:
 
 def main() -> None:
     """Run the command line and leave with its exit code (0, 1, 2, 3 or 130)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a model's name may hold what the locale cannot
     signal.signal(signal.SIGTERM, _interrupted)  # as Ctrl-C: what is half-written is cleared away
     sys.exit(run())
 
@@ -73,7 +77,10 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         result = build_app()(args=arguments, standalone_mode=False)
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        code = result if isinstance(result, int) else 0
+        if code == EXIT_INTERRUPTED:
+            sys.stderr.write("interrupted\n")
+        return code
     except AgentxError as error:
         if os.environ.get("AGENTX_DEBUG"):
             traceback.print_exc()

@@ -50,14 +50,16 @@ def replay(
     ] = None,
     out: Annotated[Path | None, option("-o", "--out", help="Run folder.", default="runs/NAME-TIME")] = None,
     overwrite: Annotated[bool, option("--overwrite", help="Replace a run that is there.")] = False,
-    concurrency: Annotated[int | None, option(help="Lanes.", default="the profile's, else 16", panel=CORPUS)] = None,
+    concurrency: Annotated[
+        int | None, option(min=1, max=10**6, help="Lanes.", default="the profile's, else 16", panel=CORPUS)
+    ] = None,
     duration: Annotated[
         str | None,
         option(help="Measured window: 900s, 15m.", default="the profile's, else 900s", panel=CORPUS),
     ] = None,
     seed: Annotated[
         int | None,
-        option(min=0, help="Seed of order and start.", default="the profile's, else 42", panel=CORPUS),
+        option(min=0, max=2**63 - 1, help="Seed of order and start.", default="the profile's, else 42", panel=CORPUS),
     ] = None,
     start: Annotated[
         str | None,
@@ -83,7 +85,7 @@ def replay(
     cache_bust: Annotated[str, option(help="on: no play hits another's cache; off: they share.", panel=CORPUS)] = "on",
     max_context: Annotated[
         int | None,
-        option(min=1, help="Context limit in tokens.", default="as served", panel=TARGET),
+        option(min=1, max=2**31 - 1, help="Context limit in tokens.", default="as served", panel=TARGET),
     ] = None,
     strict_context: Annotated[
         bool, option("--strict-context", help="Refuse a corpus that does not fit whole.", panel=TARGET)
@@ -100,7 +102,9 @@ def replay(
     ] = None,
     cache_block: Annotated[
         int | None,
-        option(min=1, help="Unit of the server's prefix cache, tokens.", default="as told", panel=TARGET),
+        option(
+            min=1, max=2**31 - 1, help="Unit of the server's prefix cache, tokens.", default="as told", panel=TARGET
+        ),
     ] = None,
     header: Annotated[list[str] | None, option(help="Extra header 'Name: value'; repeatable.", panel=TARGET)] = None,
     affinity: Annotated[
@@ -160,7 +164,7 @@ def replay(
 
     default_s = made_from.duration_s if made_from else 900.0
     options = ReplayOptions(
-        concurrency=concurrency or (made_from.concurrency[0] if made_from else 16),
+        concurrency=concurrency if concurrency is not None else made_from.concurrency[0] if made_from else 16,
         duration_ns=seconds_to_ns(default_s) if duration is None else parse_duration_ns(duration, "--duration"),
         seed=seed if seed is not None else made_from.seed if made_from else 42,
         grace_ns=parse_duration_ns(grace, "--grace"),

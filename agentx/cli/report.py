@@ -246,7 +246,8 @@ def _servers(made: Report) -> Iterator[str]:
             own = found.get(name)
             if own and own["n"]:
                 p50 = own["p50_s"]
-                shown = f"over {own['p50_at_least_s']:g} s" if p50 is None else format_duration(p50 * NS_PER_S)
+                over = own["p50_at_least_s"]
+                shown = f"over {over or 0:g} s" if p50 is None else format_duration(p50 * NS_PER_S)
                 parts.append(
                     f"{name.upper()} P50 {shown} from its buckets "
                     f"(n {own['n']:,.0f}, client {format_duration(client.p50)})"

@@ -154,7 +154,7 @@ def _xllamacpp() -> tuple[Any, Any]:
     try:
         from xllamacpp import CommonParams, Server
     except ImportError as error:
-        raise InputError("the tiny engine is not installed", "pip install 'agentx[engine]'") from error
+        raise InputError("the tiny engine is not installed", "in the checkout: pip install '.[engine]'") from error
     return CommonParams, Server
 
 
@@ -166,7 +166,7 @@ def _write_tokenizer(path: Path) -> None:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise InputError("the tiny engine is not installed", "pip install 'agentx[engine]'") from error
+        raise InputError("the tiny engine is not installed", "in the checkout: pip install '.[engine]'") from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

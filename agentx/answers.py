@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from agentx.http import Exchange
+from agentx.exchange import Exchange
 from agentx.sse import StreamFacts, StreamFormatError, StreamParser
 
 LONGEST_MESSAGE = 500

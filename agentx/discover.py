@@ -15,7 +15,8 @@ import orjson
 
 from agentx.answers import Answer, error_text, observe
 from agentx.errors import DeploymentError, InputError
-from agentx.http import Exchange, HttpClient
+from agentx.exchange import Exchange
+from agentx.http import HttpClient
 
 LOOK_S = 10.0
 """Limit of one look at a describing endpoint in seconds."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import httptools
@@ -21,6 +20,7 @@ import httptools
 from agentx.dial import basic_credentials, dial, failure
 from agentx.endpoint import Endpoint
 from agentx.errors import InputError
+from agentx.exchange import Exchange, Limits
 from agentx.units import NS_PER_S
 
 LARGEST_HEAD = 256 * 1024
@@ -31,78 +31,6 @@ LARGEST_FETCH = 16 * 1024 * 1024
 """Bytes of a fetched answer."""
 SWEEP_S = 0.25
 """How often the limits of calls in flight are looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Time limits of one call in nanoseconds; None is no limit."""
-
-    connect_ns: int | None = 30 * NS_PER_S
-    first_byte_ns: int | None = None
-    idle_ns: int | None = None
-    total_ns: int | None = None
-
-
-class Exchange:
-    """One request and everything observed of its answer; times count from the client's clock origin."""
-
-    __slots__ = (
-        "attempts",
-        "body",
-        "chunked",
-        "closed_clean",
-        "complete",
-        "connection",
-        "connection_reused",
-        "content_length",
-        "end_ns",
-        "error_kind",
-        "error_message",
-        "head",
-        "headers",
-        "headers_ns",
-        "last_read_ns",
-        "on_backlog",
-        "on_end",
-        "reads",
-        "sent_ns",
-        "started_ns",
-        "status",
-        "uploaded_ns",
-    )
-
-    def __init__(self, head: bytes, body: bytes, on_end: Callable[[Exchange], None]) -> None:
-        """`head` is the request head up to its blank line; `on_end` is called once, when all is over."""
-        self.head = head
-        self.body = body
-        self.on_end = on_end
-        self.on_backlog: Callable[[Exchange], None] | None = None
-        """Called when many reads have gathered, to take them out of `reads`."""
-        self.started_ns = 0
-        self.sent_ns: int | None = None
-        self.uploaded_ns: int | None = None
-        self.headers_ns: int | None = None
-        self.last_read_ns: int | None = None
-        self.end_ns: int | None = None
-        self.status: int | None = None
-        self.headers: dict[str, str] = {}
-        self.reads: list[tuple[int, bytes]] = []
-        """(arrival, body bytes) of each socket read."""
-        self.chunked = False
-        self.content_length: int | None = None
-        self.complete = False
-        """The answer's framing says it is whole."""
-        self.closed_clean = False
-        """The server closed the connection in order before the answer was whole."""
-        self.error_kind: str | None = None
-        self.error_message: str | None = None
-        self.connection_reused = False
-        self.attempts = 0
-        self.connection: _Connection | None = None
-
-    def content(self) -> bytes:
-        """The body as received."""
-        return b"".join(data for _, data in self.reads)
 
 
 class _Connection(asyncio.Protocol):
@@ -332,7 +260,7 @@ class HttpClient:
         try:
             await asyncio.wait_for(asyncio.shield(done), limit_s)
         except TimeoutError:
-            self.cancel(exchange, "timeout", f"{_lacking(exchange)} within {limit_s:g} s")
+            self.cancel(exchange, "timeout", f"{exchange.lacks()} within {limit_s:g} s")
         except asyncio.CancelledError:
             self.cancel(exchange)
             raise
@@ -426,7 +354,7 @@ class HttpClient:
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if self._active else None
         now = self.now_ns()
         for exchange in list(self._active):
-            broken = _broken_limit(exchange, self.limits, now)
+            broken = exchange.broken_limit(self.limits, now)
             if broken is not None:
                 self.cancel(exchange, *broken)
 
@@ -448,23 +376,3 @@ class HttpClient:
                 raise InputError(f"header {name!r} has letters beyond ASCII", "headers are ASCII: encode the value")
             fixed[name.lower()] = (name, value)
         return "".join(f"{name}: {value}\r\n" for name, value in fixed.values())
-
-
-def _broken_limit(exchange: Exchange, limits: Limits, now: int) -> tuple[str, str] | None:
-    """(error kind, message) of the first limit that an exchange in flight has passed."""
-    since = exchange.sent_ns if exchange.sent_ns is not None else exchange.started_ns
-    checks = [("total_timeout", limits.total_ns, since)]
-    if exchange.last_read_ns is None:
-        checks.append(("first_byte_timeout", limits.first_byte_ns, since))
-    checks.append(("idle_timeout", limits.idle_ns, exchange.last_read_ns or since))
-    for kind, limit, start in checks:
-        if limit is not None and now - start >= limit:
-            return kind, f"{kind.replace('_', ' ')}: limit {limit / NS_PER_S:g} s"
-    return None
-
-
-def _lacking(exchange: Exchange) -> str:
-    """What an exchange in flight still waits for."""
-    if exchange.sent_ns is None:
-        return "no connection (TCP, or its TLS handshake)"
-    return "no answer" if exchange.last_read_ns is None else "no complete answer"

@@ -30,8 +30,8 @@ the lanes plays the same in a process of its own, if the window is opened for al
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -39,14 +39,11 @@ import numpy.typing as npt
 
 from agentx.call import Call, planned_row
 from agentx.errors import InputError
+from agentx.lane import Lane
 from agentx.rng import generator
 from agentx.turns import ROOT, CallRow, SessionTree
-from agentx.units import NS_PER_S
 
 FAILURES = frozenset({"error", "truncated", "empty"})
-FIRST_BACKOFF_NS = NS_PER_S
-"""Wait after a lane's second failure in a row; doubled with each further one."""
-LONGEST_BACKOFF_NS = 30 * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +60,6 @@ class LaneSettings:
     """Fractions of the root's turns between which a lane's first session starts; None: at its beginning."""
     plays: int | None = None
     """Times each session is played at most; None: again and again until the window ends."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Where one stream of a playing tree stands."""
-
-    next_turn: int = 0
-    ended_ns: int = 0
-    """End of its latest turn."""
-    blocked: bool = False
-    """Its next turn is reached but waits for subagents."""
-    done: bool = False
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One lane and the tree it plays."""
-
-    number: int
-    drawn: int = 0
-    play: int = 0
-    tree: SessionTree | None = None
-    streams: list[_Progress] = field(default_factory=list)
-    in_flight: int = 0
-    failures: int = 0
-    aborted: str = ""
-    """Why the rest of the tree is not played; empty while it is."""
-    start_turn: int = 0
-    """Root turn at which its first session starts."""
-    epoch: int = 0
-    """Counts trees, so that pending turns of an earlier tree are known as stale."""
 
 
 class Lanes:
@@ -131,15 +97,18 @@ class Lanes:
         self.window: tuple[int, int] | None = None
         """(start, end) of the measured window; None while warm-up calls are out."""
         self._on_warm = on_warm
-        self._lanes = {number: _Lane(number) for number in (range(settings.lanes) if part is None else part)}
+        self._lanes = {number: Lane(number) for number in (range(settings.lanes) if part is None else part)}
 
     def draw(self) -> None:
         """Give every lane its first session: it takes a while, and no time may pass between start and first calls."""
-        for lane in self._lanes.values():
-            self._draw(lane)
+        if not self._closed:
+            for lane in self._lanes.values():
+                self._draw(lane)
 
     def begin(self, now_ns: int) -> None:
         """Start: warm-up calls are due from now on, or the window opens now."""
+        if self._closed:  # interrupted before it began
+            return
         if not any(lane.epoch for lane in self._lanes.values()):
             self.draw()
         for lane in self._lanes.values():
@@ -186,13 +155,11 @@ class Lanes:
             return None
         _, _, number, _, stream, turn = heapq.heappop(self._pending)
         lane = self._lanes[number]
-        tree = lane.tree
-        assert tree is not None
         lane.streams[stream].next_turn = turn + 1
         lane.in_flight += 1
         self.in_flight += 1
         phase = "warmup" if self.window is None else "measure"
-        return Call(number, lane.play, tree, stream, turn, phase, due)
+        return Call(number, lane.play, lane.playing, stream, turn, phase, due)
 
     def ended(self, call: Call, now_ns: int, status: str) -> None:
         """The call is over at `now_ns` with a run-table status; what follows it becomes due."""
@@ -231,7 +198,7 @@ class Lanes:
     def _skip_unplayed(self) -> None:
         for lane in self._lanes.values():
             if lane.tree is not None and not lane.aborted:
-                self._skip_rest(lane, self._close_reason)
+                self._skip(lane, lane.unplayed(), self._close_reason)
                 lane.tree = None
 
     # Drawing and starting sessions.
@@ -239,21 +206,18 @@ class Lanes:
     def _draw_order(self, play: int) -> npt.NDArray[np.int64]:
         return generator(self._settings.seed, "order", play).permutation(len(self._sessions))
 
-    def _draw(self, lane: _Lane) -> bool:
+    def _draw(self, lane: Lane) -> bool:
         """Give the lane its next session; False where every session has been played often enough."""
         position = lane.number + lane.drawn * self._settings.lanes
-        lane.play, place = divmod(position, len(self._sessions))
-        lane.epoch += 1
-        lane.aborted = ""
-        if self._settings.plays is not None and lane.play >= self._settings.plays:
-            lane.tree, lane.streams = None, []
+        play, place = divmod(position, len(self._sessions))
+        if self._settings.plays is not None and play >= self._settings.plays:
+            lane.take_up(None, play)
             return False
         lane.drawn += 1
-        lane.tree = self._sessions[int(self._order(lane.play)[place])]
-        lane.streams = [_Progress() for _ in lane.tree.streams]
+        lane.take_up(self._sessions[int(self._order(play)[place])], play)
         return True
 
-    def _begin_first(self, lane: _Lane, now_ns: int) -> None:
+    def _begin_first(self, lane: Lane, now_ns: int) -> None:
         window, tree = self._settings.start_window, lane.tree
         if tree is None:
             return
@@ -262,28 +226,11 @@ class Lanes:
             fraction = generator(self._settings.seed, "start", lane.number).uniform(*window)
             lane.start_turn = min(int(fraction * root.n_turns), root.n_turns - 1)
         if lane.start_turn > 0:
-            self._skip_before(lane, lane.start_turn - 1)
+            self._skip(lane, lane.pass_before(lane.start_turn - 1), "before_start")
             self._warming += 1
             self._push(lane, 0, lane.start_turn - 1, now_ns + self._ramp_ns(lane))
 
-    def _skip_before(self, lane: _Lane, warmup_turn: int) -> None:
-        """Pass over what lies before the start: root turns, and subagents spawned by them or by the warm-up turn."""
-        tree = lane.tree
-        assert tree is not None
-        for turn in range(warmup_turn):
-            self._skip(lane, 0, turn, "before_start")
-        lane.streams[0].next_turn = warmup_turn
-        for number, stream in enumerate(tree.streams):
-            if number == 0:
-                continue
-            parent_passed = lane.streams[stream.parent].done
-            if parent_passed or (stream.parent == 0 and stream.spawn_turn <= warmup_turn):
-                for turn in range(stream.n_turns):
-                    self._skip(lane, number, turn, "before_start")
-                lane.streams[number].next_turn = stream.n_turns
-                lane.streams[number].done = True
-
-    def _ramp_ns(self, lane: _Lane) -> int:
+    def _ramp_ns(self, lane: Lane) -> int:
         return self._settings.ramp_ns * lane.number // self._settings.lanes
 
     def _warm(self, now_ns: int) -> None:
@@ -308,7 +255,7 @@ class Lanes:
             self._start(lane, 0, due)
         self._look_ahead(now_ns)
 
-    def _warmup_ended(self, lane: _Lane, now_ns: int) -> None:
+    def _warmup_ended(self, lane: Lane, now_ns: int) -> None:
         lane.streams[0].ended_ns = now_ns
         self._warming -= 1
         if self._warming == 0:
@@ -316,107 +263,77 @@ class Lanes:
 
     # What follows a turn.
 
-    def _advance(self, lane: _Lane, stream: int, turn: int, now_ns: int) -> None:
+    def _advance(self, lane: Lane, stream: int, turn: int, now_ns: int) -> None:
         if not lane.aborted:
-            tree = lane.tree
-            assert tree is not None
             progress = lane.streams[stream]
             progress.ended_ns = now_ns
             self._spawn(lane, stream, turn, now_ns)
-            if progress.next_turn < tree.streams[stream].n_turns:
+            if progress.next_turn < lane.playing.streams[stream].n_turns:
                 self._reach(lane, stream)
             else:
                 self._stream_done(lane, stream, now_ns)
-        over = lane.in_flight == 0 and (lane.aborted or all(progress.done for progress in lane.streams))
-        if over and self._draw(lane):
-            self._start(lane, 0, now_ns + self._backoff_ns(lane))
+        if lane.over and self._draw(lane):
+            self._start(lane, 0, now_ns + lane.backoff_ns())
 
-    def _start(self, lane: _Lane, stream: int, start_ns: int) -> None:
+    def _start(self, lane: Lane, stream: int, start_ns: int) -> None:
         """Begin a stream: the subagents that start with it, then its first turn unless it waits for them."""
         progress = lane.streams[stream]
         progress.ended_ns = start_ns
         self._spawn(lane, stream, ROOT, start_ns)
-        progress.blocked = self._joins(lane, stream, 0)
+        progress.blocked = lane.waits(stream, 0)
         if not progress.blocked:
             self._push(lane, stream, 0, start_ns)
 
-    def _spawn(self, lane: _Lane, stream: int, turn: int, now_ns: int) -> None:
+    def _spawn(self, lane: Lane, stream: int, turn: int, now_ns: int) -> None:
         """Start the subagents that the end of this turn spawns (ROOT: that begin with the stream)."""
-        tree = lane.tree
-        assert tree is not None
-        if len(tree.streams) == 1:
-            return
-        for number, child in enumerate(tree.streams):
-            if number and child.parent == stream and child.spawn_turn == turn and not lane.streams[number].done:
-                self._start(lane, number, now_ns + self._think_ns(lane, number, 0))
+        for number in lane.spawned(stream, turn):
+            self._start(lane, number, now_ns + self._think_ns(lane, number, 0))
 
-    def _reach(self, lane: _Lane, stream: int) -> None:
+    def _reach(self, lane: Lane, stream: int) -> None:
         """Make the stream's next turn due, unless subagents that it joins are still out."""
         progress = lane.streams[stream]
-        progress.blocked = self._joins(lane, stream, progress.next_turn)
+        progress.blocked = lane.waits(stream, progress.next_turn)
         if not progress.blocked:
             think = self._think_ns(lane, stream, progress.next_turn)
-            self._push(lane, stream, progress.next_turn, progress.ended_ns + think + self._backoff_ns(lane))
+            self._push(lane, stream, progress.next_turn, progress.ended_ns + think + lane.backoff_ns())
 
-    def _joins(self, lane: _Lane, stream: int, turn: int) -> bool:
-        """True while a subagent that this turn waits for is not done."""
-        tree = lane.tree
-        assert tree is not None
-        return len(tree.streams) > 1 and any(
-            child.parent == stream and child.join_turn == turn and not lane.streams[number].done
-            for number, child in enumerate(tree.streams)
-            if number
-        )
-
-    def _stream_done(self, lane: _Lane, stream: int, now_ns: int) -> None:
-        tree = lane.tree
-        assert tree is not None
+    def _stream_done(self, lane: Lane, stream: int, now_ns: int) -> None:
         lane.streams[stream].done = True
-        parent = tree.streams[stream].parent
+        parent = lane.playing.streams[stream].parent
         if parent == ROOT:
             return
         progress = lane.streams[parent]
-        if progress.blocked and not self._joins(lane, parent, progress.next_turn):
+        if progress.blocked and not lane.waits(parent, progress.next_turn):
             progress.blocked = False
             turn = progress.next_turn
             think = self._think_ns(lane, parent, turn) if turn > 0 else 0  # a first turn's pause is in its start
             self._push(lane, parent, turn, max(now_ns, progress.ended_ns + think))
 
-    def _abort(self, lane: _Lane, reason: str) -> None:
-        self._skip_rest(lane, reason)
+    def _abort(self, lane: Lane, reason: str) -> None:
+        self._skip(lane, lane.unplayed(), reason)
         lane.aborted = reason
         lane.epoch += 1
 
-    def _think_ns(self, lane: _Lane, stream: int, turn: int) -> int:
-        tree = lane.tree
-        assert tree is not None
-        think = int(tree.streams[stream].think_ns[turn])
+    def _think_ns(self, lane: Lane, stream: int, turn: int) -> int:
+        think = int(lane.playing.streams[stream].think_ns[turn])
         cap = self._settings.think_cap_ns
         return think if cap is None else min(think, cap)
 
-    def _backoff_ns(self, lane: _Lane) -> int:
-        if lane.failures < 2:
-            return 0
-        return min(FIRST_BACKOFF_NS << min(lane.failures - 2, 10), LONGEST_BACKOFF_NS)
-
     # Turns that are never sent.
 
-    def _skip_rest(self, lane: _Lane, reason: str) -> None:
-        tree = lane.tree
-        assert tree is not None
-        for number, (stream, progress) in enumerate(zip(tree.streams, lane.streams, strict=True)):
-            for turn in range(progress.next_turn, stream.n_turns):
-                self._skip(lane, number, turn, reason)
-
-    def _skip(self, lane: _Lane, stream: int, turn: int, reason: str) -> None:
-        tree = lane.tree
-        assert tree is not None
+    def _skip(self, lane: Lane, turns: Iterable[tuple[int, int]], reason: str) -> None:
+        """Record (stream, turn) pairs of the lane's tree as never sent."""
         phase = "warmup" if reason == "before_start" else "measure"
-        self._record(planned_row(tree, stream, turn, lane.play, lane.number, "skipped", phase=phase, error_kind=reason))
+        for stream, turn in turns:
+            self._record(
+                planned_row(
+                    lane.playing, stream, turn, lane.play, lane.number, "skipped", phase=phase, error_kind=reason
+                )
+            )
 
     # The heap of pending turns; due times in it are those before the idle cap's shift.
 
-    def _push(self, lane: _Lane, stream: int, turn: int, due_ns: int) -> None:
+    def _push(self, lane: Lane, stream: int, turn: int, due_ns: int) -> None:
         self._sequence += 1
         entry = (due_ns + self._shift_ns, self._sequence, lane.number, lane.epoch, stream, turn)
         heapq.heappush(self._pending, entry)

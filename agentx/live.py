@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from agentx.answers import Answer, observe
 from agentx.call import Call
-from agentx.http import Exchange, HttpClient
+from agentx.exchange import Exchange
+from agentx.http import HttpClient
 from agentx.lanes import Lanes
 from agentx.prefix import CeilingTracker, LanePlays, PlayBlocks
 from agentx.redact import Redactor

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from agentx.answers import Answer
 from agentx.echo import running_echo
 from agentx.endpoint import Endpoint
-from agentx.http import Exchange, HttpClient
+from agentx.exchange import Exchange
+from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
 from agentx.prefix import CeilingTracker, PlayBlocks

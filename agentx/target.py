@@ -20,7 +20,8 @@ from agentx.dial import environment_proxy
 from agentx.discover import Deployment, discover, probe, tokenize
 from agentx.endpoint import Endpoint
 from agentx.errors import AgentxError, DeploymentError, InputError
-from agentx.http import HttpClient, Limits
+from agentx.exchange import Limits
+from agentx.http import HttpClient
 from agentx.prefix import salt_of
 from agentx.prompts import Extras, Filler, PromptBuilder
 from agentx.redact import Redactor

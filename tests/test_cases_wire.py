@@ -24,7 +24,8 @@ from agentx import metrics
 from agentx.answers import Answer, error_text, is_overflow, observe
 from agentx.discover import choose_model
 from agentx.endpoint import Endpoint
-from agentx.http import Exchange, HttpClient, Limits
+from agentx.exchange import Exchange, Limits
+from agentx.http import HttpClient
 from agentx.redact import Redactor
 from agentx.runs import RunWriter
 from agentx.turns import CallRow

@@ -13,7 +13,8 @@ import uvloop
 from agentx.answers import Answer, is_overflow, observe
 from agentx.endpoint import Endpoint
 from agentx.errors import InputError
-from agentx.http import Exchange, HttpClient, Limits
+from agentx.exchange import Exchange, Limits
+from agentx.http import HttpClient
 from tests.wire import SSE_HEAD, Script, Step, chunk, delta, head, reply, serving, sse
 
 USAGE = '{"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}'

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from agentx.answers import Answer, observe
 from agentx.endpoint import Endpoint
-from agentx.http import Exchange, HttpClient, _Connection
+from agentx.exchange import Exchange
+from agentx.http import HttpClient, _Connection
 from tests.wire import delta, head
 
 USAGE = '{"prompt_tokens": 5, "completion_tokens": 3}'

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from agentx.call import Call
 from agentx.errors import InputError
-from agentx.lanes import LONGEST_BACKOFF_NS, Lanes, LaneSettings
+from agentx.lane import LONGEST_BACKOFF_NS
+from agentx.lanes import Lanes, LaneSettings
 from agentx.turns import ROOT, CallRow, SessionTree, Stream
 
 EMPTY = np.empty(0, dtype=np.uint64)

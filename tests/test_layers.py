@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate",),
     ("tokens",),
     ("prompts",),
-    ("call", "endpoint", "sse"),
+    ("call", "endpoint", "sse", "exchange", "lane"),
     ("dial",),
     ("lanes", "http"),
     ("answers",),

@@ -12,7 +12,8 @@ import pytest
 import uvloop
 
 from agentx.endpoint import Endpoint
-from agentx.http import Exchange, HttpClient
+from agentx.exchange import Exchange
+from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings, retry_after_ns
 from agentx.prefix import CeilingTracker, PlayBlocks

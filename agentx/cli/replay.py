@@ -187,7 +187,7 @@ def replay(
     if sim is not None:
         run = _simulated(loaded, sim, options, folder, overwrite)
     else:
-        from agentx.http import Limits
+        from agentx.exchange import Limits
         from agentx.target import LiveTarget
 
         assert url

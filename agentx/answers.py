@@ -80,6 +80,11 @@ class Answer:
         return self._broken
 
     @property
+    def chunks(self) -> int:
+        """Output chunks read so far."""
+        return len(self._stream.facts.chunk_ns)
+
+    @property
     def has_body(self) -> bool:
         """More than white space came."""
         return self._is_stream is not None

@@ -149,6 +149,8 @@ class Crew:
 
     async def run(self) -> None:
         """Replay until every worker has ended; one that dies ends the run."""
+        if self.ended_because == "interrupted":
+            return
         for member, share in zip(self._members, self._shares, strict=True):
             member.send("replay", share)
         ticking = asyncio.get_running_loop().create_task(self._ticking())

@@ -70,13 +70,15 @@ async def dial(
     Through a proxy, https is a tunnel and http is sent to the proxy itself.
     """
     loop = asyncio.get_running_loop()
-    if proxy is None or context is None:
-        to = proxy or endpoint
+    if proxy is None:
+        name = endpoint.host if context else None
         _, protocol = await loop.create_connection(
-            make, to.host, to.port, ssl=context, server_hostname=endpoint.host if context else None
+            make, endpoint.host, endpoint.port, ssl=context, server_hostname=name
         )
         return protocol
-    transport, tunnel = await loop.create_connection(_Tunnel, proxy.host, proxy.port)
+    if context is None:
+        return (await _reach(make, proxy))[1]
+    transport, tunnel = await _reach(_Tunnel, proxy)
     try:
         await tunnel.open(transport, endpoint, proxy)
         protocol = make()
@@ -87,6 +89,14 @@ async def dial(
     assert secured is not None
     protocol.connection_made(secured)
     return protocol
+
+
+async def _reach(make: Callable[[], AnyProtocol], proxy: Endpoint) -> tuple[asyncio.Transport, AnyProtocol]:
+    """A connection to a proxy; raises ProxyError where it is not there."""
+    try:
+        return await asyncio.get_running_loop().create_connection(make, proxy.host, proxy.port)
+    except (OSError, UnicodeError) as error:
+        raise ProxyError(f"the proxy {proxy.url()} cannot be reached: {error}") from error
 
 
 class _Tunnel(asyncio.Protocol):

@@ -212,7 +212,7 @@ async def _tokenize(client: HttpClient, found: Deployment) -> None:
 
 
 def _json(exchange: Exchange) -> dict[str, Any]:
-    if exchange.status != 200 or exchange.error_kind is not None:
+    if exchange.status != 200 or exchange.error_kind is not None or not exchange.complete:
         return {}
     try:
         document = orjson.loads(exchange.content())

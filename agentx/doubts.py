@@ -57,7 +57,7 @@ def doubts_of(
     """Every doubt of a run, the gravest first; `good` are its measured calls."""
     yield from _ending_doubts(run, window)
     yield from _failure_doubts(run, outcomes)
-    yield from _sample_doubts(good, found)
+    yield from _sample_doubts(good, found, window)
     yield from _usage_doubts(good, cache)
     yield from _length_doubts(lengths)
     yield from (Doubt(kind, text) for kind, text in disagreements(audited, facts["ignore_eos"]))
@@ -103,7 +103,7 @@ def _ending_doubts(run: Run, window: tuple[int, int] | None) -> Iterator[Doubt]:
     elif reason == "interrupted":
         yield Doubt(
             "interrupted",
-            "The run was interrupted: its window is shorter than asked for, and ends with the calls in flight.",
+            "The run was interrupted: its window, if it opened, is shorter than asked for and ends at the interrupt.",
         )
     elif reason == "stalled":
         yield Doubt("stalled", _stalled(run))
@@ -161,10 +161,14 @@ def _failure_doubts(run: Run, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
         )
 
 
-def _sample_doubts(good: pl.DataFrame, found: dict[str, metrics.Summary]) -> Iterator[Doubt]:
+def _sample_doubts(
+    good: pl.DataFrame, found: dict[str, metrics.Summary], window: tuple[int, int] | None
+) -> Iterator[Doubt]:
     if good.height == 0:
         yield Doubt("no_calls", "No call that was sent inside the window completed: there is no latency to report.")
         return
+    if window is not None and good.filter(pl.col("end_ns") <= window[1]).height == 0:
+        yield Doubt("short_window", "The window was over before any call ended: there are no rates. Give a longer one.")
     few = []
     for name, key in (("TTFT", "ttft_ns"), ("ITL", "itl_ns")):
         missing = found[key].missing()

@@ -334,7 +334,7 @@ class HttpClient:
                 connection = await dial(lambda: _Connection(self), endpoint, self._ssl, self.proxy)
         except (OSError, UnicodeError) as error:
             self._connecting.pop(exchange, None)
-            self.fail(exchange, *failure(error, endpoint if self._ssl else self.proxy or endpoint))
+            self.fail(exchange, *failure(error, endpoint))
             return
         self._connecting.pop(exchange, None)
         self.connections_opened += 1

@@ -29,6 +29,8 @@ LEAD_NS = 25 * NS_PER_MS
 """How long before its due time a call is taken and its prompt built."""
 COARSE_NS = int(1.5 * NS_PER_MS)
 """Below this distance a timer would overshoot: the loop's timers have millisecond steps."""
+OVERRUN_TIMES, OVERRUN_CHUNKS = 4, 1024
+"""An answer of more output chunks than so many times the tokens asked for, and so many more, is cut: it has no end."""
 MOST_ATTEMPTS = 10
 """Attempts of one call where it is sent again at all."""
 LONGEST_RETRY_NS = 60 * NS_PER_S
@@ -137,6 +139,8 @@ class LiveDriver:
     async def run(self) -> None:
         """Replay until nothing is in flight and nothing will start."""
         ticking = self._loop.create_task(self._ticking())
+        before = self._loop.get_exception_handler()
+        self._loop.set_exception_handler(self._on_fault)
         self.lanes.draw()
         self._watch.start()
         self.lanes.begin(self._now())
@@ -145,11 +149,20 @@ class LiveDriver:
             await self._over
         finally:
             ticking.cancel()
+            self._loop.set_exception_handler(before)
             self._watch.stop()
             if self._wake is not None:
                 self._wake.cancel()
             for client in self._clients:
                 client.close()
+
+    def _on_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fault in a callback ends the run: the call that it was about would never end."""
+        fault = context.get("exception")
+        if isinstance(fault, Exception) and not self._over.done():
+            self._over.set_exception(fault)
+        else:
+            loop.default_exception_handler(context)
 
     def interrupt(self) -> None:
         """First call: start nothing more and wait for what is in flight. Second call: cut that too."""
@@ -283,7 +296,15 @@ class LiveDriver:
     def _exchange(self, client: HttpClient, call: Call, body: bytes) -> tuple[Exchange, Answer]:
         answer = self._answer()
         exchange = client.request(self._prompts.path, body, self._ended, extra=self._extra_headers(call))
-        exchange.on_backlog = answer.take
+        limit = OVERRUN_CHUNKS + OVERRUN_TIMES * max(1, call.output_tokens)
+
+        def take(exchange: Exchange) -> None:
+            answer.take(exchange)
+            if answer.chunks > limit:
+                message = f"over {limit} chunks of output came for {call.output_tokens} tokens asked for"
+                client.cancel(exchange, "overrun", message)
+
+        exchange.on_backlog = take
         return exchange, answer
 
     def _queue(self, due_ns: int, sending: _Sending) -> None:

@@ -62,6 +62,16 @@ def needed(q: float) -> int:
     return math.ceil(round(1 / (1 - q), 6))
 
 
+def tail_name(n: int) -> str:
+    """What the tail of a small sample is called: its P99, or where it is too small for one, its worst."""
+    return "P99" if n >= needed(0.99) else "worst"
+
+
+def tail(values: Values) -> float:
+    """What `tail_name` names."""
+    return float(np.quantile(values, 0.99) if len(values) >= needed(0.99) else values.max())
+
+
 def percentile(values: Values, q: float) -> float | None:
     """The quantile by linear interpolation between the sorted samples, whatever their number; None without any."""
     return float(np.quantile(values, q)) if len(values) else None

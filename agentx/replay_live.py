@@ -249,10 +249,10 @@ class _Live:
             if fault() is not None:
                 replayer.stop("the run can no longer be written")
 
+        _take_signals(replayer, self.observer)
         await servers.begin()
         ticking = asyncio.get_running_loop().create_task(_every_tick(tick))
         try:
-            _take_signals(replayer, self.observer)
             await replayer.run()
         except BaseException:
             writer.close()

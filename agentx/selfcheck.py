@@ -2,8 +2,8 @@
 
 The run's own lanes, client and parser replay short calls against the echo deployment in another
 process of this machine. What the client stamps minus what the echo says is the error of a figure:
-its median is a bias, its P99 a budget. Two seconds before the window tell what two seconds can: how
-this client does on this machine with this many lanes and prompts of this size, now.
+its median is a bias, its P99 a budget (of fewer than a hundred calls, the worst). Two seconds before the
+window tell what two seconds can: how this client does on this machine, now, with so many lanes and such prompts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from agentx.exchange import Exchange
 from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
+from agentx.metrics import tail
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.prompts import Filler, PromptBuilder
 from agentx.redact import Redactor
@@ -54,6 +55,7 @@ class ClientBudget:
     ttft_bias_ns: float
     """Median error."""
     ttft_p99_ns: float
+    """Largest but for one in a hundred; the largest of fewer than a hundred calls."""
     itl_bias_ns: float
     itl_p99_ns: float
 
@@ -97,9 +99,9 @@ class Compared:
             lanes=load.lanes,
             input_tokens=load.input_tokens,
             ttft_bias_ns=float(np.median(ttft)),
-            ttft_p99_ns=float(np.percentile(np.abs(ttft), 99)),
+            ttft_p99_ns=tail(np.abs(ttft)),
             itl_bias_ns=float(np.median(itl)),
-            itl_p99_ns=float(np.percentile(np.abs(itl), 99)),
+            itl_p99_ns=tail(np.abs(itl)),
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import json
 import os
 import random
 import resource
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import uvloop
 
 from agentx import metrics
 from agentx.call import Call
+from agentx.capacity import fit_decode
 from agentx.corpus import load_corpus
 from agentx.descriptors import RESERVE, make_room
 from agentx.endpoint import Endpoint
+from agentx.errors import InputError
 from agentx.generate import as_corpus, generate
 from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
@@ -35,26 +37,22 @@ from agentx.replay import ReplayOptions
 from agentx.replay_live import replay_live
 from agentx.report import make_report
 from agentx.target import LiveTarget
-from agentx.turns import CallRow, SessionTree
+from agentx.turns import CallRow, SessionTree, calls_batch
 from agentx.units import NS_PER_S as S
+from tests.cases import expected, inputs
 from tests.conftest import ROOT as CHECKOUT
 from tests.test_http import one
 from tests.test_live import replay, stream
+from tests.test_replay import agentx
 from tests.test_target import answer_to
 from tests.wire import Script, Step, delta, head, serving, sse
 
 
-def inputs(shared: Path, name: str) -> Any:
-    return json.loads((shared / "cases" / "inputs" / name).read_text(encoding="utf-8"))
-
-
-def expected(shared: Path, case: str) -> Any:
-    return json.loads((shared / "cases" / "expected.json").read_text(encoding="utf-8"))[case]["expected"]
-
-
-def plan(sessions: list[SessionTree], lanes: int, service: Callable[[Call], int]) -> list[tuple[Call, int]]:
+def plan(
+    sessions: list[SessionTree], lanes: int, service: Callable[[Call], int], settings: LaneSettings | None = None
+) -> list[tuple[Call, int]]:
     """(call, start) of every call under a virtual clock, each session played once."""
-    machine = Lanes(sessions, LaneSettings(lanes, 10_000 * S, 0, plays=1), lambda row: None)
+    machine = Lanes(sessions, settings or LaneSettings(lanes, 10_000 * S, 0, plays=1), lambda row: None)
     machine.begin(0)
     now, found = 0, []
     running: list[tuple[int, int, Call]] = []
@@ -67,18 +65,6 @@ def plan(sessions: list[SessionTree], lanes: int, service: Callable[[Call], int]
         while running and running[0][0] <= now:
             machine.ended(heapq.heappop(running)[2], now, "ok")
     return found
-
-
-def agentx(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "agentx", *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT), **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 # G: think time and schedule
@@ -102,9 +88,38 @@ def test_g01_siblings_the_pause_is_the_recorded_one_however_long_the_calls_take(
     assert np.diff(starts).tolist() == [2.0 + service_s, 3.0 + service_s]
 
 
-@pytest.mark.xfail(reason="a fixed schedule of starts: arrivals, one of the later capabilities", strict=True)
-def test_g04_a_call_that_waits_for_a_lane_is_late_against_its_intended_start() -> None:
-    from agentx.schedule import FixedSchedule  # noqa: F401
+def test_g04_lateness_and_response_count_from_the_intended_start(shared: Path) -> None:
+    scene, right = inputs(shared, "G04.schedule.json"), expected(shared, "G04")
+    rows = [
+        replace(row_at(number), due_ns=round(due * S), sent_ns=round(sent * S), end_ns=round((sent + service) * S))
+        for number, (due, sent, service) in enumerate(
+            zip(scene["intended_start_s"], right["actual_start_s"], scene["service_s"], strict=True)
+        )
+    ]
+    good = metrics.measured(pl.from_arrow(calls_batch(rows)))  # type: ignore[arg-type]
+    assert (good["lag_ns"] / S).round(6).to_list() == right["lag_s"]
+    assert (good["response_ns"] / S).round(6).to_list() == right["response_s"]
+    assert metrics.percentile(metrics.column(good, "response_ns"), 0.5) == right["response_p50_s"] * S
+    assert metrics.percentile(metrics.column(good, "e2e_ns"), 0.5) == right["service_p50_s"] * S
+    assert (good["lag_ns"] > 0).sum() == right["n_late"]
+
+
+@pytest.mark.xfail(reason="arrivals: starts of a fixed schedule", strict=True, raises=TypeError)
+def test_g04_a_fixed_schedule_keeps_its_intended_starts(shared: Path) -> None:
+    scene, right = inputs(shared, "G04.schedule.json"), expected(shared, "G04")
+    tree = SessionTree("s", 0, (stream("s", [0] * 5),))
+    due = [round(start * S) for start in scene["intended_start_s"]]
+    settings = LaneSettings(scene["lanes"], 100 * S, 0, plays=1, starts_ns=due)  # type: ignore[call-arg]
+    calls = plan([tree], 1, lambda call: round(scene["service_s"][call.turn] * S), settings)
+    assert [start / S for _, start in calls] == right["actual_start_s"]
+    assert [(start - call.due_ns) / S for call, start in calls] == right["lag_s"]
+
+
+def row_at(turn: int) -> CallRow:
+    return CallRow(
+        session_id="s", turn=turn, play=0, lane=0, parent_session_id=None, root_session_id="s", status="ok",
+        planned_input_tokens=10, planned_output_tokens=1, think_ns=0, phase="measure", sent_ns=0, end_ns=1,
+    )  # fmt: skip
 
 
 # J: retries
@@ -262,17 +277,38 @@ def test_ipv6_deployments_are_replayed(tmp_path: Path) -> None:
     assert run.manifest["deployment"]["name"].startswith("[::1]:")
 
 
-# O: the decode law, fitted by a later capability
+# O: the decode law
 
 
-@pytest.mark.xfail(reason="the capacity model", strict=True)
-def test_o01_one_output_length_is_no_fit() -> None:
-    import agentx.capacity  # noqa: F401
+def test_o01_one_output_length_is_no_fit(shared: Path) -> None:
+    lengths, walls = zip(*inputs(shared, "O01.fit.json")["points"], strict=True)
+    found, right = fit_decode(lengths, walls), expected(shared, "O01")
+    assert (found.c0_ms, found.k_ms, found.reason) == (right["C0_ms"], right["k_ms_per_token"], right["reason"])
+    assert found.mean_wall_ms == right["mean_wall_ms"]
 
 
-@pytest.mark.xfail(reason="the capacity model", strict=True)
-def test_o03_the_fit_is_over_produced_tokens() -> None:
-    import agentx.capacity  # noqa: F401
+def test_o03_the_fit_is_over_produced_tokens(shared: Path) -> None:
+    rows, right = inputs(shared, "O03.fit.json")["rows"], expected(shared, "O03")
+    found = fit_decode([row["completion_tokens"] for row in rows], [row["wall_ms"] for row in rows])
+    assert (found.c0_ms, found.k_ms) == pytest.approx((right["C0_ms"], right["k_ms_per_token"]))
+    assert found.n == right["n"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "walls", "reason", "mean"),
+    [([], [], "no_samples", None), ([None], [5.0], "no_samples", None), ([7], [5.0], "osl_constant", 5.0)],
+)
+def test_o_siblings_nothing_to_fit_is_told(
+    lengths: list[int | None], walls: list[float], reason: str, mean: float | None
+) -> None:
+    found = fit_decode(lengths, walls)
+    assert (found.reason, found.k_ms, found.mean_wall_ms) == (reason, None, mean)
+
+
+@pytest.mark.parametrize(("lengths", "walls"), [([1], []), ([1, 2], [1.0, float("nan")]), ([1, 2], [1.0, -1.0])])
+def test_o_siblings_bad_samples_are_refused(lengths: list[int], walls: list[float]) -> None:
+    with pytest.raises(InputError):
+        fit_decode(lengths, walls)
 
 
 # P: determinism; the seed across processes is in test_generate
@@ -299,17 +335,12 @@ def test_p01_siblings_no_global_generator_is_touched_and_none_matters() -> None:
 
 
 def test_u01_a_prompt_that_grows_on_the_server_is_told_with_its_difference(shared: Path) -> None:
-    (case,) = [
-        json.loads(line) for line in (shared / "cases/inputs/U01.usage.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    (case,) = inputs(shared, "U01.usage.jsonl")
     right, usage = expected(shared, "U01"), case["usage"]
-    row = CallRow(
-        session_id="s", turn=0, play=0, lane=0, parent_session_id=None, root_session_id="s", status="ok",
-        planned_input_tokens=case["planned_in"], planned_output_tokens=case["planned_out"], think_ns=0, phase="measure",
-        prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"], sent_ns=0, end_ns=1,
+    row = replace(
+        row_at(0), planned_input_tokens=case["planned_in"], planned_output_tokens=case["planned_out"],
+        prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"],
     )  # fmt: skip
-    from agentx.turns import calls_batch
-
     good = metrics.measured(pl.from_arrow(calls_batch([row])))  # type: ignore[arg-type]
     assert good["input_error_tokens"].to_list() == [right["diff"]]
     length = metrics.lengths(good)["input"]

@@ -21,6 +21,7 @@ from agentx.corpus import Corpus, fits, load_corpus
 from agentx.errors import FaultsError, InputError
 from agentx.prefix import PlayBlocks, PrefixTree
 from agentx.turns import ROOT, SessionTree
+from tests.cases import expected
 
 S = 1_000_000_000
 
@@ -106,17 +107,13 @@ def cases(shared: Path) -> Path:
     return shared / "cases" / "inputs"
 
 
-def expected(cases: Path, case: str) -> Any:
-    return orjson.loads((cases.parent / "expected.json").read_bytes())[case]["expected"]
-
-
 def totals(corpus: Corpus) -> tuple[int, int, int]:
     turns = corpus.sessions.turns
     return corpus.n_turns, int(turns.ints("input_tokens").sum()), int(turns.ints("output_tokens").sum())
 
 
 def test_f01_optional_fields(cases: Path) -> None:
-    want = expected(cases, "F01")
+    want = expected(cases.parent.parent, "F01")
     corpus = load_corpus(cases / "F01.trace.json")
     assert totals(corpus) == (want["n_requests"], want["sum_in"], want["sum_out"])
     assert f"requests without think_time: {want['null_think_time']} (taken from the recorded times)" in corpus.notes
@@ -125,7 +122,7 @@ def test_f01_optional_fields(cases: Path) -> None:
 
 
 def test_f02_input_is_the_truth_for_the_length(cases: Path) -> None:
-    want = expected(cases, "F02")
+    want = expected(cases.parent.parent, "F02")
     corpus = load_corpus(cases / "F02.trace.json")
     assert totals(corpus)[:2] == (want["n_requests"], want["sum_in"])
     blocks = PlayBlocks(corpus.sessions[0], 0, block_size=64, scope="local", nonce="", cache_bust=True)
@@ -133,7 +130,7 @@ def test_f02_input_is_the_truth_for_the_length(cases: Path) -> None:
 
 
 def test_f04_one_id_has_one_length(cases: Path, tmp_path: Path) -> None:
-    want = expected(cases, "F04")
+    want = expected(cases.parent.parent, "F04")
     with pytest.raises(FaultsError, match="hash id 7 stands for blocks of 10 tokens and 64 tokens") as caught:
         load_corpus(cases / "F04.trace.json")
     assert len(caught.value.faults) == len(want["conflicting_ids"])
@@ -150,7 +147,7 @@ def test_f04_scope_decides_who_may_conflict(tmp_path: Path) -> None:
 
 
 def test_f05_ids_are_whole_64_bit_numbers(cases: Path, tmp_path: Path) -> None:
-    want = expected(cases, "F05")
+    want = expected(cases.parent.parent, "F05")
     stream = load_corpus(cases / "F05.trace.json").sessions[0].streams[0]
     assert stream.keep_blocks == [0, want["reuse_blocks"]]
     assert len(np.unique(np.concatenate(stream.new_ids))) == want["distinct_ids"]
@@ -171,7 +168,7 @@ def absolute_times(corpus: Corpus) -> dict[str, list[float]]:
 
 
 def test_f07_one_basis_for_the_corpus(cases: Path, tmp_path: Path) -> None:
-    want = expected(cases, "F07")
+    want = expected(cases.parent.parent, "F07")
     corpus = load_corpus(cases / "F07.jsonl")
     assert corpus.manifest["subagent_times"] == want["basis"]
     assert absolute_times(corpus) == want["child_abs_t"]
@@ -187,7 +184,7 @@ def test_f07_one_basis_for_the_corpus(cases: Path, tmp_path: Path) -> None:
 
 
 def test_f10_streams_have_ids_of_their_own_and_sessions_share_nothing(cases: Path) -> None:
-    want = expected(cases, "F10")
+    want = expected(cases.parent.parent, "F10")
     corpus = load_corpus(cases / "F10.jsonl")
     streams = [stream for tree in corpus.sessions for stream in tree.streams]
     assert len({stream.session_id for stream in streams}) == want["affinity_ids"]
@@ -209,7 +206,7 @@ def test_f10_streams_have_ids_of_their_own_and_sessions_share_nothing(cases: Pat
 
 
 def test_f12_output_zero_is_kept_and_told(cases: Path) -> None:
-    want = expected(cases, "F12")
+    want = expected(cases.parent.parent, "F12")
     corpus = load_corpus(cases / "F12.trace.json")
     assert corpus.sessions[0].streams[0].output_tokens == want["recorded_out"]
     assert f"requests with a recorded output of 0 tokens: {want['upgraded']} (a server is asked for 1)" in corpus.notes
@@ -217,11 +214,11 @@ def test_f12_output_zero_is_kept_and_told(cases: Path) -> None:
 
 def test_f14_mark_and_line_ends(cases: Path) -> None:
     corpus = load_corpus(cases / "F14.jsonl")
-    assert [tree.session_id for tree in corpus.sessions] == expected(cases, "F14")["ids"]
+    assert [tree.session_id for tree in corpus.sessions] == expected(cases.parent.parent, "F14")["ids"]
 
 
 def test_f16_one_huge_line(cases: Path) -> None:
-    want = expected(cases, "F16")
+    want = expected(cases.parent.parent, "F16")
     corpus = load_corpus(cases / "F16.jsonl.gz")
     assert len(corpus.sessions) == want["n_traces"]
     assert len(corpus.sessions[0].streams[0].new_ids[0]) == want["n_hash_ids_first"]
@@ -235,7 +232,7 @@ def test_f18_nothing_to_replay(cases: Path, file: str, reason: str) -> None:
 
 
 def test_h01_input_and_output_must_fit_together(cases: Path) -> None:
-    want = expected(cases, "H01")
+    want = expected(cases.parent.parent, "H01")
     corpus = load_corpus(cases / "H01.jsonl")
     kept, dropped = fits(corpus, want["max_model_len"])
     assert [tree.session_id for tree in corpus.sessions.select(kept)] == want["kept"]
@@ -255,7 +252,7 @@ def test_w01_any_locale(cases: Path) -> None:
         command = [sys.executable, "-c", script, str(cases / "W01.trace.json")]
         seen.add(subprocess.run(command, env={**os.environ, **variables}, check=True, capture_output=True).stdout)
     (output,) = seen
-    assert output.decode().startswith(expected(cases, "W01")["id"])
+    assert output.decode().startswith(expected(cases.parent.parent, "W01")["id"])
 
 
 # Structure.

@@ -118,6 +118,22 @@ def test_a_proxy_that_opens_no_tunnel_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert "TESTONLY" not in row["error_message"]
 
 
+@pytest.mark.parametrize("url", ["http://deployment.invalid", "https://deployment.invalid"])
+def test_a_proxy_that_is_not_there_is_named_not_the_deployment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def go() -> dict[str, Any]:
+        client = LiveTarget(url, proxy="env").client(url, time.monotonic_ns)
+        row = await one(client)
+        client.close()
+        return row
+
+    row = uvloop.run(asyncio.wait_for(go(), 20))
+    assert row["error_kind"] == "proxy"
+    assert row["error_message"].startswith("the proxy http://127.0.0.1:9 cannot be reached")
+
+
 def test_the_environment_is_only_looked_at_when_asked_to_and_never_for_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,7 +15,7 @@ from agentx.endpoint import Endpoint
 from agentx.exchange import Exchange
 from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
-from agentx.live import LiveDriver, LiveSettings, retry_after_ns
+from agentx.live import OVERRUN_CHUNKS, LiveDriver, LiveSettings, retry_after_ns
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor
 from agentx.turns import ROOT, BlockIds, CallRow, SessionTree, Stream
@@ -218,6 +218,55 @@ def test_a_refusal_that_cannot_be_sent_again_stands() -> None:
             [tree], lambda n, r: busy, LaneSettings(1, 1000 * MS, 0, plays=1), LiveSettings(0, retry=retry)
         )
         assert [(row.status, row.error_kind, row.attempts) for row in rows] == [("error", "http_503", 1)]
+
+
+class _BrokenError(Exception):
+    """A fault of our own."""
+
+
+@pytest.mark.parametrize("where", ["prompt", "record"])
+def test_a_fault_in_a_callback_ends_the_run_instead_of_losing_a_call(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> bytes:
+        raise _BrokenError
+
+    def later(driver: LiveDriver) -> None:
+        if where == "prompt":
+            monkeypatch.setattr(PlainPrompts, "body", broken)
+        else:
+            monkeypatch.setattr(driver, "_record", broken)
+
+    tree = SessionTree("s", 0, (stream("s", [0] * 5),))
+    started = time.monotonic()
+    with pytest.raises(_BrokenError):
+        replay([tree], lambda n, r: ok(0.05), LaneSettings(2, 60_000 * MS, 0), LiveSettings(0), later, 0.2)
+    assert time.monotonic() - started < 10
+
+
+def test_an_answer_without_end_is_cut_in_the_warmup_too() -> None:
+    """Nothing else would end it: bytes come, so it is no stall, and no window is open yet."""
+    endless = sse(*[delta("x")] * (OVERRUN_CHUNKS + 1200), every_s=0.0005)
+    tree = SessionTree("s", 0, (stream("s", [0, 0]),))
+    rows, *_ = replay(
+        [tree],
+        lambda n, r: endless if n == 0 else ok(),
+        LaneSettings(1, 500 * MS, 0, start_window=(0.9, 0.9), plays=1),
+        LiveSettings(0),
+    )
+    warm, measured = sorted((row for row in rows if row.sent_ns is not None), key=lambda row: row.turn)
+    assert (warm.phase, warm.status, warm.error_kind) == ("warmup", "error", "overrun")
+    assert (measured.phase, measured.status) == ("measure", "ok")
+
+
+def test_interrupted_before_it_began_sends_nothing() -> None:
+    tree = SessionTree("s", 0, (stream("s", [0]),))
+    lanes = Lanes([tree], LaneSettings(1, 1000 * MS, 0), lambda row: None)
+    lanes.close(0, "interrupted")
+    lanes.draw()
+    lanes.begin(5)
+    assert lanes.finished
+    assert lanes.take(6) is None
 
 
 def test_silence_ends_the_run_as_stalled() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from agentx import metrics
 from agentx.sse import StreamParser
 from agentx.turns import STATUSES, CallRow, calls_batch
+from tests.cases import expected, inputs
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -357,15 +357,6 @@ def test_warm_up_and_failures_never_enter_a_latency(table: list[CallRow]) -> Non
 
 
 # The bug log
-
-
-def inputs(shared: Path, name: str) -> Any:
-    text = (shared / "cases" / "inputs" / name).read_text(encoding="utf-8-sig")
-    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
-
-
-def expected(shared: Path, case: str) -> Any:
-    return json.loads((shared / "cases" / "expected.json").read_text(encoding="utf-8"))[case]["expected"]
 
 
 def from_wire(wire: dict[str, Any]) -> CallRow:

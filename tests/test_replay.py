@@ -147,6 +147,12 @@ def agentx(*words: str, cwd: Path, **more: object) -> subprocess.CompletedProces
         (["replay", "--sim", "mi325x", "--corpus", "nowhere"], "nowhere: no such file or folder"),
         (["replay", "--url", "x", "--profile", "small", "--cache-bust", "no"], "--cache-bust 'no' is not known"),
         (["replay", "--nonsense"], "No such option"),
+        (
+            ["replay", "--sim", "mi325x", "--profile", "small", "--retry", "429", "--prompt", "x"],
+            "cannot go with --sim",
+        ),
+        (["replay", "--sim", "mi325x", "--profile", "small", "--concurrency", "0"], "greater than or equal to 1"),
+        (["replay", "--sim", "mi325x", "--profile", "small", "--duration", "9999999999999999s"], "is over 36500 days"),
         (["report", "nowhere"], "nowhere: no such folder"),
         (["serve"], "serve what?"),
     ],

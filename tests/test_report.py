@@ -208,6 +208,8 @@ def test_each_doubt_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(with_first(0), ended={"reason": "stalled", "at_ns": 22 * S}) == ["stalled"]
     assert told(with_first(0), ended={"reason": "a worker process died", "at_ns": 22 * S}) == ["ended_early"]
     assert told(with_first(0), ended={"reason": "interrupted", "at_ns": 22 * S}) == ["interrupted"]
+    early = {"start_ns": 2 * S, "end_ns": 2 * S + 1}
+    assert "short_window" in told(with_first(0), window=early)
     dropped = ok(0, status="skipped", error_kind="context_gate", sent_ns=None, lane=-1)
     assert told([*rows, dropped]) == ["context_gate"]
 

@@ -145,6 +145,36 @@ def test_a_server_that_accepts_and_never_answers_is_one_sentence(tmp_path: Path)
     assert not (tmp_path / "r").exists()
 
 
+def test_interrupted_while_the_servers_counters_are_read_is_saved(tmp_path: Path) -> None:
+    looks = 0
+
+    def answer(number: int, request: bytes) -> Script:
+        nonlocal looks
+        looks += request.startswith(b"GET /metrics")
+        return Script([Step(60, b"")]) if looks == 2 and b"/metrics" in request[:20] else answer_to(request)
+
+    async def go() -> tuple[int, str]:
+        async with serving(answer) as wire:
+            words = ["replay", "--profile", "small", "--url", wire.url, "-o", "r", "--no-self-check", "--no-canary"]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "agentx", *words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            while looks < 2:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            _, errors = await process.communicate()
+            assert process.returncode is not None
+            return process.returncode, errors.decode()
+
+    code, errors = asyncio.run(asyncio.wait_for(go(), 60))
+    assert (code, "Traceback" in errors) == (130, False)
+    run = load_run(tmp_path / "r")
+    assert run.complete
+    assert run.manifest["ended"]["reason"] == "interrupted"
+    assert run.calls.filter(pl.col("sent_ns").is_not_null()).height == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("words", "delay_s"), [("replay --profile small --url DEAF -o r", 2.5), (EXPORT, 2.0)])
 def test_ended_before_anything_was_measured_leaves_nothing(

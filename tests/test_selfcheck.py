@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import resource
 import subprocess
@@ -24,6 +23,7 @@ from agentx.errors import InputError
 from agentx.http import HttpClient
 from agentx.selfcheck import TOKENS, check_client
 from agentx.watch import LoopWatch
+from tests.test_replay import agentx
 
 ROOT = Path(__file__).resolve().parent.parent
 MS = 1_000_000
@@ -61,15 +61,7 @@ def test_the_budget_is_measured_and_never_better_than_the_truth() -> None:
 
 
 def test_doctor_says_pass_or_fail(tmp_path: Path) -> None:
-    got = subprocess.run(
-        [sys.executable, "-m", "agentx", "doctor", "--concurrency", "4", "--json"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    got = agentx("doctor", "--concurrency", "4", "--json", cwd=tmp_path)
     found = json.loads(got.stdout)
     assert got.returncode == (0 if found["good"] else 1)
     assert found["client_budget"]["n"] > 4

@@ -15,12 +15,13 @@ from agentx import target
 from agentx.endpoint import Endpoint
 from agentx.errors import DeploymentError, InputError
 from agentx.generate import as_corpus, generate
+from agentx.http import LARGEST_FETCH
 from agentx.profile import load_profile
 from agentx.replay import ReplayOptions
 from agentx.replay_live import replay_live
 from agentx.target import AFFINITY, CANARIES, LiveTarget, connect, sing
 from agentx.units import printable
-from tests.wire import Script, Step, Wire, chunk, delta, head, reply, serving
+from tests.wire import SSE_HEAD, Script, Step, Wire, chunk, delta, head, reply, serving
 
 S = 10**9
 USAGE = '{{"prompt_tokens": {}, "completion_tokens": 1, "prompt_tokens_details": {{"cached_tokens": 0}}}}'
@@ -41,6 +42,12 @@ def answer_to(request: bytes, *, window: int = 9000, refuse: str = "", template:
     event = delta("x", "length", USAGE.format(words))
     steps = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     return Script([Step(0, steps + chunk(f"data: {event}\n\ndata: [DONE]\n\n".encode()) + b"0\r\n\r\n")])
+
+
+def endless() -> Script:
+    """An event stream of 64 MiB that never says it is done."""
+    line = b": " + b"x" * 65_533 + b"\n"
+    return Script([Step(0, SSE_HEAD), *[Step(0, chunk(line))] * 1024])
 
 
 def redirect(code: int) -> Script:
@@ -140,6 +147,9 @@ def test_describing_endpoints_may_say_anything(path: str, text: str) -> None:
         ("/v1/models", reply("<html>", "200 OK"), "is no model list: <html>"),
         ("/v1/models", reply('{"data": null}'), "is no model list"),
         ("/v1/models", reply("{}", "503 Busy"), "answered 503"),
+        ("/v1/models", Script([Step(0, head("200 OK", "Content-Length: 999") + b"{}")], "clean"), "is no model list"),
+        ("/v1/models", endless(), f"an answer of over {LARGEST_FETCH} bytes"),
+        ("completions", endless(), f"an answer of over {LARGEST_FETCH} bytes"),
         ("/v1/models", Script([], "reset"), "connection lost"),
         ("/v1/models", Script([], "clean"), "closed the connection without an answer"),
         ("completions", redirect(307), "a call of one token failed: HTTP 307"),

@@ -88,7 +88,8 @@ def run(arguments: list[str] | None = None) -> int:
         return error.exit_code
     except typer.TyperException as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        sys.stderr.write(f"error: {message}\nhint: see --help\n")
+        if message:  # no command at all has shown the help already
+            sys.stderr.write(f"error: {printable(message)}\nhint: see --help\n")
         return int(getattr(error, "exit_code", EXIT_INPUT))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

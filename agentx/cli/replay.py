@@ -154,6 +154,16 @@ def replay(
         raise InputError("replay against what?", "give one of --url URL and --sim NAME")
     if (profile is None) == (corpus is None):
         raise InputError("replay what?", "give one of --profile NAME and --corpus FOLDER")
+    if sim is not None:
+        _refuse_live_only(
+            {
+                "--model": model, "--endpoint": endpoint, "--tokenizer": tokenizer, "--cache-block": cache_block,
+                "--header": header, "--affinity": affinity, "--retry": retry, "--ca": ca, "--insecure": insecure,
+                "--proxy": proxy, "--workers": workers, "--first-byte-timeout": first_byte_timeout,
+                "--idle-timeout": idle_timeout, "--total-timeout": total_timeout, "--no-self-check": no_self_check,
+                "--no-canary": no_canary, "--prompt": prompt != "text",
+            }
+        )  # fmt: skip
     from agentx.replay import ReplayOptions
     from agentx.units import parse_duration_ns, seconds_to_ns
 
@@ -302,6 +312,13 @@ def _choice(value: str, option: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise InputError(f"{option} {value!r} is not known", f"choose one of {', '.join(known)}")
     return value
+
+
+def _refuse_live_only(given: dict[str, object]) -> None:
+    """Raise InputError for options that a simulation would pass over."""
+    names = [name for name, value in given.items() if value]
+    if names:
+        raise InputError(f"{', '.join(names)} cannot go with --sim", "these belong to --url")
 
 
 def _headers(given: list[str]) -> dict[str, str]:

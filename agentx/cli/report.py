@@ -208,6 +208,7 @@ def _settings(facts: Mapping[str, Any]) -> str:
     return ", ".join(
         [
             f"{format_count(facts['concurrency'])} lanes",
+            f"seed {'-' if facts['seed'] is None else facts['seed']}",
             f"window {format_duration(facts['duration_ns'])}",
             "drain" if facts["drain"] else f"grace {format_duration(facts['grace_ns'])}",
             f"ramp {format_duration(facts['ramp_ns'])}",
@@ -221,8 +222,7 @@ def _settings(facts: Mapping[str, Any]) -> str:
 def _corpus(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['profile'] or '-'}, {format_count(facts['corpus_sessions'])} sessions, "
-        f"{format_count(facts['corpus_turns'])} turns, digest {(facts['corpus_digest'] or '-')[:12]}, "
-        f"seed {'-' if facts['seed'] is None else facts['seed']}"
+        f"{format_count(facts['corpus_turns'])} turns, digest {(facts['corpus_digest'] or '-')[:12]}"
     )
 
 
@@ -274,10 +274,13 @@ def _client(facts: Mapping[str, Any]) -> str:
     if "workers" in seen:
         parts.append(f"{seen['workers']} worker processes")
     if budget:
+        from agentx.metrics import tail_name
+
+        tail = tail_name(budget["n"])
         parts.append(
             f"own error of TTFT {format_duration(budget['ttft_bias_ns'])}, "
-            f"P99 {format_duration(budget['ttft_p99_ns'])}, of ITL {format_duration(budget['itl_bias_ns'])}, "
-            f"P99 {format_duration(budget['itl_p99_ns'])} (n {budget['n']:,})"
+            f"{tail} {format_duration(budget['ttft_p99_ns'])}, of ITL {format_duration(budget['itl_bias_ns'])}, "
+            f"{tail} {format_duration(budget['itl_p99_ns'])} (n {budget['n']:,})"
         )
     if stall.get("n"):
         parts.append(f"loop stalls P99 {format_duration(stall['p99'])}, worst {format_duration(stall['max'])}")

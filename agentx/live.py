@@ -296,16 +296,17 @@ class LiveDriver:
     def _exchange(self, client: HttpClient, call: Call, body: bytes) -> tuple[Exchange, Answer]:
         answer = self._answer()
         exchange = client.request(self._prompts.path, body, self._ended, extra=self._extra_headers(call))
-        limit = OVERRUN_CHUNKS + OVERRUN_TIMES * max(1, call.output_tokens)
-
-        def take(exchange: Exchange) -> None:
-            answer.take(exchange)
-            if answer.chunks > limit:
-                message = f"over {limit} chunks of output came for {call.output_tokens} tokens asked for"
-                client.cancel(exchange, "overrun", message)
-
-        exchange.on_backlog = take
+        exchange.on_backlog = self._take
         return exchange, answer
+
+    def _take(self, exchange: Exchange) -> None:
+        """Read what has gathered of an answer in flight, and cut one that does not end."""
+        sending = self._flying[exchange]
+        sending.answer.take(exchange)
+        asked = max(1, sending.call.output_tokens)
+        if sending.answer.chunks > OVERRUN_CHUNKS + OVERRUN_TIMES * asked:
+            message = f"{sending.answer.chunks} chunks of output came for {asked} tokens asked for"
+            sending.client.cancel(exchange, "overrun", message)
 
     def _queue(self, due_ns: int, sending: _Sending) -> None:
         self._taken += 1

@@ -49,6 +49,10 @@ class EventParser:
         if b"\n" not in data:
             self._keep(data)
             return []
+        if data.endswith(b"\n\n") and not (self._tail or self._data or self._name):
+            parts = data[:-2].split(b"\n\n")  # as most servers send: whole events of one line each
+            if all(part.startswith(b"data: ") and b"\n" not in part for part in parts):
+                return [(b"", part[6:]) for part in parts]
         lines = data.split(b"\n")
         if self._tail:
             lines[0] = b"".join(self._tail) + lines[0]
@@ -241,15 +245,14 @@ class StreamParser:
         facts = self.facts
         prompt_details = usage.get("prompt_tokens_details")
         output_details = usage.get("completion_tokens_details")
-        found = {
-            "prompt_tokens": _count(usage, "prompt_tokens"),
-            "completion_tokens": _count(usage, "completion_tokens"),
-            "cached_tokens": _count(prompt_details, "cached_tokens"),
-            "reasoning_tokens": _count(output_details, "reasoning_tokens"),
-        }
-        for name, value in found.items():
-            if value is not None:
-                setattr(facts, name, value)
+        if (count := _count(usage, "prompt_tokens")) is not None:
+            facts.prompt_tokens = count
+        if (count := _count(usage, "completion_tokens")) is not None:
+            facts.completion_tokens = count
+        if (count := _count(prompt_details, "cached_tokens")) is not None:
+            facts.cached_tokens = count
+        if (count := _count(output_details, "reasoning_tokens")) is not None:
+            facts.reasoning_tokens = count
 
     def _error(self, error: object) -> None:
         facts = self.facts

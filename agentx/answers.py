@@ -95,7 +95,7 @@ class Answer:
         return b"".join(self._document)
 
     def _set_decoder(self, exchange: Exchange) -> None:
-        encoding = exchange.headers.get("content-encoding", "").strip().lower()
+        encoding = exchange.header("content-encoding").strip().lower()
         if encoding in ("gzip", "x-gzip", "deflate"):
             self.encoding = encoding
             self._inflate = self._inflate or zlib.decompressobj(zlib.MAX_WBITS | 32)
@@ -121,6 +121,8 @@ def _joined(reads: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
     """The same with what one socket read brought in one piece: a read may hold several HTTP chunks."""
     if len(reads) < 2:
         return reads
+    if reads[0][0] == reads[-1][0]:
+        return [(reads[0][0], b"".join([data for _, data in reads]))]
     found: list[tuple[int, list[bytes]]] = []
     for time_ns, data in reads:
         if found and found[-1][0] == time_ns:
@@ -175,7 +177,7 @@ def _verdict(exchange: Exchange, facts: StreamFacts, answer: Answer) -> tuple[st
             return "overflow", "context", facts.error_message
         return "error", "in_stream", facts.error_message
     if not finished:
-        kind = exchange.headers.get("content-type", "")
+        kind = exchange.header("content-type")
         other = facts.malformed > 0 or (kind != "" and "event-stream" not in kind)
         if facts.events == 0 and exchange.complete and answer.has_body and other:
             what = f"the answer ({kind or 'of no stated type'})"

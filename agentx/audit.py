@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 
 from agentx import metrics
+from agentx.turns import FAILED
 from agentx.units import format_count, format_percent
 
 TOLERANCE = 0.05
@@ -89,7 +90,7 @@ def audit(
     reason = pl.col("finish_reason")
     reporting = good.filter(tokens.is_not_null())
     inside = calls.filter(pl.col("phase").is_in(metrics.WINDOW_PHASES) & pl.col("sent_ns").is_not_null())
-    failed = inside.filter(pl.col("status").is_in(metrics.FAILED))
+    failed = inside.filter(pl.col("status").is_in(FAILED))
     full = pl.max_horizontal(tokens.fill_null(0), chunks.fill_null(0)) >= (1 - TOLERANCE) * asked
     end = window[1] if window else 0
     done = good.filter(pl.col("end_ns") <= end)

@@ -40,35 +40,39 @@ class Call:
         """The recorded model of this turn."""
         return self.tree.streams[self.stream].models[self.turn]
 
-    def row(self, status: str, **observed: Any) -> CallRow:
+    def row(self, status: str, phase: str | None = None, **observed: Any) -> CallRow:
         """The run-table row of this turn with what was observed of it; the phase is the call's where not given."""
-        observed.setdefault("phase", self.phase)
-        return CallRow(
-            **planned_columns(self.tree, self.stream, self.turn),
-            play=self.play,
-            lane=self.lane,
-            status=status,
-            due_ns=self.due_ns,
-            **observed,
-        )
+        row = planned_row(self.tree, self.stream, self.turn, self.play, self.lane, status, phase or self.phase)
+        row.due_ns = self.due_ns
+        for name, value in observed.items():
+            setattr(row, name, value)
+        return row
 
 
 def planned_row(
-    tree: SessionTree, stream: int, turn: int, play: int, lane: int, status: str, **observed: Any
+    tree: SessionTree,
+    stream: int,
+    turn: int,
+    play: int,
+    lane: int,
+    status: str,
+    phase: str,
+    error_kind: str | None = None,
 ) -> CallRow:
-    """The run-table row of a planned turn; `observed` are further columns."""
-    return CallRow(**planned_columns(tree, stream, turn), play=play, lane=lane, status=status, **observed)
-
-
-def planned_columns(tree: SessionTree, stream: int, turn: int) -> dict[str, Any]:
-    """The columns of the run table that the corpus gives."""
+    """The run-table row of a planned turn, with the columns that the corpus gives."""
     source = tree.streams[stream]
-    return {
-        "session_id": source.session_id,
-        "turn": turn,
-        "parent_session_id": None if source.parent == ROOT else tree.streams[source.parent].session_id,
-        "root_session_id": tree.session_id,
-        "planned_input_tokens": int(source.input_tokens[turn]),
-        "planned_output_tokens": int(source.output_tokens[turn]),
-        "think_ns": int(source.think_ns[turn]),
-    }
+    row = CallRow(
+        source.session_id,
+        turn,
+        play,
+        lane,
+        None if source.parent == ROOT else tree.streams[source.parent].session_id,
+        tree.session_id,
+        phase,
+        status,
+        error_kind,
+    )
+    row.planned_input_tokens = int(source.input_tokens[turn])
+    row.planned_output_tokens = int(source.output_tokens[turn])
+    row.think_ns = int(source.think_ns[turn])
+    return row

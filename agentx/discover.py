@@ -134,7 +134,7 @@ async def _models(client: HttpClient) -> object:
     if exchange.status in (404, 405, 501):
         return {}
     if exchange.status in (301, 302, 303, 307, 308):
-        to = exchange.headers.get("location", "nothing")
+        to = exchange.header("location") or "nothing"
         raise DeploymentError(
             f"{where} is elsewhere: it answers {exchange.status} and names {to}",
             "give the URL it leads to: calls that are measured are not redirected",

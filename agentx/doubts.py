@@ -14,6 +14,7 @@ import polars as pl
 from agentx import metrics
 from agentx.audit import Audit, disagreements
 from agentx.runs import Run
+from agentx.stats import QUANTILES, Summary, needed
 from agentx.units import NS_PER_MS, format_count, format_duration, format_percent
 
 LAG_FLOOR_NS = 10 * NS_PER_MS
@@ -47,8 +48,8 @@ def doubts_of(
     good: pl.DataFrame,
     facts: dict[str, Any],
     window: tuple[int, int] | None,
-    found: dict[str, metrics.Summary],
-    lag: metrics.Summary,
+    found: dict[str, Summary],
+    lag: Summary,
     cache: metrics.CacheUse,
     lengths: dict[str, metrics.Lengths],
     outcomes: metrics.Outcomes,
@@ -68,7 +69,7 @@ def doubts_of(
         yield Doubt("warning", str(text))
 
 
-def client_error(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
+def client_error(manifest: Mapping[str, Any], found: dict[str, Summary]) -> str | None:
     """That the client's own error is too large for this run's medians; None where it is not, or not known."""
     budget, parts = manifest.get("client_budget"), []
     for name in ("ttft", "itl"):
@@ -143,7 +144,7 @@ def _failure_doubts(run: Run, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
             f"The server refused {outcomes.overflow:,} of {outcomes.sent:,} calls for their context length: the rest "
             "of their sessions was not played.",
         )
-    moved = [name.upper() for name, q in metrics.QUANTILES.items() if cut and cut >= 1 - q]
+    moved = [name.upper() for name, q in QUANTILES.items() if cut and cut >= 1 - q]
     if cut and moved:
         ended = (run.manifest.get("ended") or {}).get("reason")
         hint = " (--drain or a longer --grace keeps them)" if ended == "window" else ""
@@ -161,9 +162,7 @@ def _failure_doubts(run: Run, outcomes: metrics.Outcomes) -> Iterator[Doubt]:
         )
 
 
-def _sample_doubts(
-    good: pl.DataFrame, found: dict[str, metrics.Summary], window: tuple[int, int] | None
-) -> Iterator[Doubt]:
+def _sample_doubts(good: pl.DataFrame, found: dict[str, Summary], window: tuple[int, int] | None) -> Iterator[Doubt]:
     if good.height == 0:
         yield Doubt("no_calls", "No call that was sent inside the window completed: there is no latency to report.")
         return
@@ -173,7 +172,7 @@ def _sample_doubts(
     for name, key in (("TTFT", "ttft_ns"), ("ITL", "itl_ns")):
         missing = found[key].missing()
         if missing:
-            needs = [f"{name.upper()} needs {metrics.needed(metrics.QUANTILES[name])}" for name in missing]
+            needs = [f"{name.upper()} needs {needed(QUANTILES[name])}" for name in missing]
             few.append(f"{name} has n {found[key].n:,} ({', '.join(needs)})")
     if few:
         yield Doubt("few_samples", f"Too few samples for some percentiles: {'; '.join(few)}.")
@@ -234,7 +233,7 @@ def _length_doubts(lengths: dict[str, metrics.Lengths]) -> Iterator[Doubt]:
             )
 
 
-def _lag_doubts(lag: metrics.Summary, ttft: metrics.Summary) -> Iterator[Doubt]:
+def _lag_doubts(lag: Summary, ttft: Summary) -> Iterator[Doubt]:
     name, worst = ("P99", lag.p99) if lag.p99 is not None else ("max", lag.max)
     if worst is not None and ttft.p50 is not None and worst > max(LAG_FLOOR_NS, LAG_SHARE * ttft.p50):
         yield Doubt(

@@ -33,17 +33,15 @@ class Exchange:
     __slots__ = (
         "attempts",
         "body",
-        "chunked",
         "closed_clean",
         "complete",
         "connection",
         "connection_reused",
-        "content_length",
         "end_ns",
         "error_kind",
         "error_message",
         "head",
-        "headers",
+        "header_lines",
         "headers_ns",
         "last_read_ns",
         "on_backlog",
@@ -69,11 +67,9 @@ class Exchange:
         self.last_read_ns: int | None = None
         self.end_ns: int | None = None
         self.status: int | None = None
-        self.headers: dict[str, str] = {}
+        self.header_lines: list[tuple[bytes, bytes]] = []
         self.reads: list[tuple[int, bytes]] = []
         """(arrival, body bytes) of each socket read."""
-        self.chunked = False
-        self.content_length: int | None = None
         self.complete = False
         """The answer's framing says it is whole."""
         self.closed_clean = False
@@ -83,6 +79,19 @@ class Exchange:
         self.connection_reused = False
         self.attempts = 0
         self.connection: Closable | None = None
+
+    def header(self, name: str) -> str:
+        """The value of a response header, of the last one of this name; empty where there is none."""
+        sought = name.encode()
+        for known, value in reversed(self.header_lines):
+            if len(known) == len(sought) and known.lower() == sought:
+                return value.decode("latin-1")
+        return ""
+
+    @property
+    def says_its_end(self) -> bool:
+        """The framing tells where the answer ends; otherwise the connection's end is its end."""
+        return "chunked" in self.header("transfer-encoding").lower() or self.header("content-length").isdigit()
 
     def content(self) -> bytes:
         """The body as received."""

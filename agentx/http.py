@@ -87,7 +87,7 @@ class _Connection(asyncio.Protocol):
             return
         if exc is None and exchange.headers_ns is not None:
             exchange.closed_clean = True
-            exchange.complete = not exchange.chunked and exchange.content_length is None
+            exchange.complete = not exchange.says_its_end
             self._client.over(exchange)
         elif exchange.connection_reused and exchange.last_read_ns is None and exchange.attempts == 1:
             self._client.send_again(exchange)
@@ -103,11 +103,9 @@ class _Connection(asyncio.Protocol):
     # httptools callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._exchange is not None:
-            text = value.decode("latin-1")
-            key = name.decode("latin-1").lower()
-            if self._exchange.headers_ns is None:
-                self._exchange.headers[key] = text
+        exchange = self._exchange
+        if exchange is not None and exchange.headers_ns is None:
+            exchange.header_lines.append((name, value))
 
     def on_headers_complete(self) -> None:
         exchange = self._exchange
@@ -116,9 +114,6 @@ class _Connection(asyncio.Protocol):
             return
         exchange.headers_ns = self._time
         exchange.status = status
-        exchange.chunked = "chunked" in exchange.headers.get("transfer-encoding", "").lower()
-        length = exchange.headers.get("content-length", "")
-        exchange.content_length = int(length) if length.isascii() and length.isdigit() else None
 
     def on_body(self, body: bytes) -> None:
         exchange = self._exchange
@@ -132,7 +127,7 @@ class _Connection(asyncio.Protocol):
         if self._exchange is None:
             return
         if self._exchange.headers_ns is None:
-            self._exchange.headers.clear()  # an interim 1xx answer
+            self._exchange.header_lines.clear()  # an interim 1xx answer
         else:
             self._message_over = True
             self._reusable = self._parser.should_keep_alive()  # the parser only knows it now

@@ -387,7 +387,7 @@ class LiveDriver:
 
 def retry_after_ns(exchange: Exchange, attempts: int) -> int:
     """How long to wait before the next attempt: what the server asked for, else 1, 2, 4 … s; at most a minute."""
-    asked = exchange.headers.get("retry-after", "")
+    asked = exchange.header("retry-after")
     told = asked.isascii() and asked.isdigit()
     seconds = min(float(asked), LONGEST_RETRY_NS / NS_PER_S) if told else float(2 ** min(attempts, 6))
     return min(int(seconds * NS_PER_S), LONGEST_RETRY_NS)

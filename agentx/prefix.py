@@ -49,9 +49,8 @@ def common_length(a: BlockIds, b: BlockIds) -> int:
     span = min(len(a), len(b))
     if span == 0:
         return 0
-    equal = a[:span] == b[:span]
-    first = int(equal.argmin())  # the first that differs, or 0 where none does
-    return span if equal[first] else first
+    first = (a[:span] == b[:span]).tobytes().find(b"\0")
+    return span if first < 0 else first
 
 
 def salt_of(*parts: str | int) -> int:

@@ -16,6 +16,8 @@ from agentx import metrics, store
 from agentx.audit import Audit, audit
 from agentx.doubts import Doubt, client_error, doubts_of
 from agentx.runs import Run, load_run
+from agentx.stats import Summary
+from agentx.turns import FAILED
 from agentx.units import NS_PER_S, format_duration, format_percent
 
 REPORT = "report.json"
@@ -30,8 +32,8 @@ class Report:
     """What must be read before any figure: that the deployment was simulated, or that the client is too slow."""
     summary: str
     doubts: tuple[Doubt, ...]
-    distributions: dict[str, metrics.Summary]
-    lag: metrics.Summary
+    distributions: dict[str, Summary]
+    lag: Summary
     counts: dict[str, dict[str, int]]
     outcomes: metrics.Outcomes
     error_kinds: dict[str, int]
@@ -101,7 +103,7 @@ def make_report(run: Run) -> Report:
         lag=lag,
         counts=metrics.counts(calls),
         outcomes=outcomes,
-        error_kinds=metrics.kinds(calls, [*metrics.FAILED, "overflow"]),
+        error_kinds=metrics.kinds(calls, [*FAILED, "overflow"]),
         skipped=metrics.kinds(calls, ["skipped"]),
         sessions=good["root_session_id"].n_unique(),
         throughput=used,
@@ -151,7 +153,7 @@ def _latest(calls: pl.DataFrame) -> int | None:
     return None if latest is None else int(latest)
 
 
-def _notice(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> str | None:
+def _notice(manifest: Mapping[str, Any], found: dict[str, Summary]) -> str | None:
     deployment = manifest.get("deployment") or {}
     if deployment.get("kind") == "sim":
         return f"Simulated deployment {deployment.get('name')}, virtual time: no hardware was measured"
@@ -164,7 +166,7 @@ def _notice(manifest: Mapping[str, Any], found: dict[str, metrics.Summary]) -> s
 def _summary(
     facts: dict[str, Any],
     used: metrics.Throughput | None,
-    found: dict[str, metrics.Summary],
+    found: dict[str, Summary],
     cache: metrics.CacheUse,
 ) -> str:
     ttft, itl = found["ttft_ns"], found["itl_ns"]
@@ -218,7 +220,7 @@ def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _row(
     facts: dict[str, Any],
-    found: dict[str, metrics.Summary],
+    found: dict[str, Summary],
     used: metrics.Throughput | None,
     cache: metrics.CacheUse,
 ) -> dict[str, Any]:

@@ -21,14 +21,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import polars as pl
 import pyarrow as pa
 
 from agentx import store
 from agentx.errors import InputError
 from agentx.turns import CALLS_SCHEMA, CallRow, calls_batch
+
+if TYPE_CHECKING:
+    import polars as pl  # imported where a run is read: it takes as long as all else before the first request
 
 SCHEMA_VERSION = 1
 FLUSH_S = 1.0
@@ -285,6 +287,8 @@ def _check_manifest(manifest: dict[str, Any], path: Path) -> None:
 
 
 def _read_calls(path: Path) -> pl.DataFrame:
+    import polars as pl
+
     try:
         frame = pl.read_parquet(path)
     except (OSError, pl.exceptions.PolarsError) as error:
@@ -343,6 +347,8 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 def _frame(table: pa.Table) -> pl.DataFrame:
+    import polars as pl
+
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     return frame

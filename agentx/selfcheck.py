@@ -24,11 +24,11 @@ from agentx.exchange import Exchange
 from agentx.http import HttpClient
 from agentx.lanes import Lanes, LaneSettings
 from agentx.live import LiveDriver, LiveSettings
-from agentx.metrics import tail
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.prompts import Filler, PromptBuilder
 from agentx.redact import Redactor
 from agentx.sse import StreamFacts
+from agentx.stats import tail
 from agentx.tokens import common_words
 from agentx.turns import ROOT, CallRow, SessionTree, Stream
 from agentx.units import NS_PER_S

@@ -50,9 +50,10 @@ class EventParser:
             self._keep(data)
             return []
         if data.endswith(b"\n\n") and not (self._tail or self._data or self._name):
-            parts = data[:-2].split(b"\n\n")  # as most servers send: whole events of one line each
-            if all(part.startswith(b"data: ") and b"\n" not in part for part in parts):
-                return [(b"", part[6:]) for part in parts]
+            parts = data[:-2].split(b"\n\ndata: ")  # as most servers send: whole events of one line each
+            if data.startswith(b"data: ") and data.count(b"\n") == 2 * len(parts):
+                parts[0] = parts[0][6:]
+                return [(b"", part) for part in parts]
         lines = data.split(b"\n")
         if self._tail:
             lines[0] = b"".join(self._tail) + lines[0]
@@ -179,25 +180,19 @@ class StreamParser:
             elif payload:
                 self.facts.malformed += 1
             return
-        self.facts.events += 1
-        self._read(time_ns, name, event)
-
-    def _read(self, time_ns: int, name: bytes, event: dict[str, Any]) -> None:
         facts = self.facts
-        error = event.get("error")
-        if error or name == b"error" or event.get("object") == "error":
-            self._error(error or event)
-        usage = event.get("usage")
-        if usage is not None:
-            self._usage(usage)
+        facts.events += 1
+        get = event.get
+        if get("error") or name == b"error" or get("object") == "error":
+            self._error(get("error") or event)
+        if get("usage") is not None:
+            self._usage(get("usage"))
         if facts.model is None:
-            model = event.get("model")
+            model = get("model")
             facts.model = model if isinstance(model, str) else None
-        choices = event.get("choices")
-        if not isinstance(choices, list):
-            return
+        choices = get("choices")
         output = content = False
-        for choice in choices:
+        for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
                 some_output, some_content = self._choice(choice)
                 output, content = output or some_output, content or some_content
@@ -209,12 +204,14 @@ class StreamParser:
     def _choice(self, choice: dict[str, Any]) -> tuple[bool, bool]:
         """(carries output on any channel, carries content or a tool call)."""
         reason = choice.get("finish_reason")
-        if isinstance(reason, str) and reason:
+        if reason and isinstance(reason, str):
             self.facts.finish_reason = reason
         delta = choice.get("delta") or choice.get("message")
         if not isinstance(delta, dict):
             delta = choice
         content = delta.get("content") or delta.get("text") or delta.get("refusal")
+        if content and not self._keep_text:
+            return True, True
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         calls = delta.get("tool_calls") or delta.get("function_call")
         if self._keep_text:

@@ -150,6 +150,8 @@ CALLS_SCHEMA = pa.schema(
 
 PHASES = ("warmup", "measure", "drain")
 STATUSES = ("ok", "error", "truncated", "empty", "cancelled", "overflow", "skipped")
+FAILED = ("error", "truncated", "empty")
+"""What the error rate counts; a refusal for the context is `overflow`, what we cut is `cancelled`."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "agentx"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "clock", "rng", "resources", "redact", "echo", "watch"),
+    ("errors", "units", "clock", "rng", "resources", "redact", "stats", "echo", "watch"),
     ("yaml12", "turns", "store"),
     ("profile", "deployment", "corpus", "reference", "hashing", "digests", "prefix"),
     ("descriptors",),

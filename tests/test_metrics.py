@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentx import metrics
+from agentx import metrics, stats
 from agentx.sse import StreamParser
-from agentx.turns import STATUSES, CallRow, calls_batch
+from agentx.turns import FAILED, STATUSES, CallRow, calls_batch
 from tests.cases import expected, inputs
 
 S = 1_000_000_000
@@ -95,20 +95,20 @@ def plain_percentile(values: Sequence[float], q: float) -> float | None:
 @given(st.lists(st.floats(0, 1e12), max_size=230))
 @few
 def test_a_summary_is_what_a_loop_finds(values: list[float]) -> None:
-    found = metrics.summarise(np.array(values))
+    found = stats.summarise(np.array(values))
     assert found.n == len(values)
-    for name, q in metrics.QUANTILES.items():
+    for name, q in stats.QUANTILES.items():
         assert getattr(found, name) == about(plain_percentile(values, q))
     assert found.mean == about(math.fsum(values) / len(values) if values else None)
     assert found.max == (max(values) if values else None)
-    assert found.missing() == [name for name in metrics.QUANTILES if getattr(found, name) is None]
+    assert found.missing() == [name for name in stats.QUANTILES if getattr(found, name) is None]
 
 
 def test_a_percentile_needs_its_samples() -> None:
-    assert [metrics.needed(q) for q in (0.5, 0.9, 0.95, 0.99, 0.999, 0.97)] == [2, 10, 20, 100, 1000, 34]
+    assert [stats.needed(q) for q in (0.5, 0.9, 0.95, 0.99, 0.999, 0.97)] == [2, 10, 20, 100, 1000, 34]
     for name, n in (("p50", 2), ("p90", 10), ("p95", 20), ("p99", 100)):
-        assert getattr(metrics.summarise(np.ones(n)), name) == 1.0
-        assert getattr(metrics.summarise(np.ones(n - 1)), name) is None
+        assert getattr(stats.summarise(np.ones(n)), name) == 1.0
+        assert getattr(stats.summarise(np.ones(n - 1)), name) is None
 
 
 def plain_per_call(row: CallRow) -> dict[str, float | None]:
@@ -291,7 +291,7 @@ def test_lengths_and_outcomes_are_what_a_loop_finds(table: list[CallRow]) -> Non
 def test_kinds_count_the_most_frequent_first() -> None:
     table = [call(status="error", error_kind=kind) for kind in ("reset", "http_500", "reset")]
     table += [call(status="empty"), call(status="overflow", error_kind="context"), call()]
-    assert list(metrics.kinds(frame(table), [*metrics.FAILED, "overflow"]).items()) == [
+    assert list(metrics.kinds(frame(table), [*FAILED, "overflow"]).items()) == [
         ("reset", 2),
         ("context", 1),
         ("empty", 1),
@@ -505,10 +505,10 @@ def test_t01_percentiles_stay_inside_the_sample(shared: Path) -> None:
     values, right = inputs(shared, "T01.values.json"), expected(shared, "T01")
     for part, names in (("a", ("p50", "p95", "p99")), ("b", ("p50", "p95", "p99"))):
         for name in names:
-            got = metrics.percentile(np.array(values[part]), metrics.QUANTILES[name])
+            got = stats.percentile(np.array(values[part]), stats.QUANTILES[name])
             assert got == pytest.approx(right[part][name])
-    assert metrics.percentile(np.array([]), 0.5) is None
-    assert metrics.summarise(np.array(values["b"])).p95 is None  # two samples do not carry it
+    assert stats.percentile(np.array([]), 0.5) is None
+    assert stats.summarise(np.array(values["b"])).p95 is None  # two samples do not carry it
 
 
 def test_t03_nothing_completed_is_null(shared: Path) -> None:
@@ -520,7 +520,7 @@ def test_t03_nothing_completed_is_null(shared: Path) -> None:
         ]
     )
     found, used = metrics.distributions(metrics.measured(failed)), metrics.throughput(failed, (0, 2 * S))
-    assert found["ttft_ns"] == metrics.Summary(0, None, None, None, None, None, None)
+    assert found["ttft_ns"] == stats.Summary(0, None, None, None, None, None, None)
     assert (used.completed, used.output_tok_s, used.active_total_tok_s) == (0, None, None)
     outcomes = metrics.outcomes(failed)
     assert (outcomes.ok, outcomes.failed, outcomes.error_rate) == (0, 3, 1.0)

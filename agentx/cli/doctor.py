@@ -34,7 +34,7 @@ def doctor(
     from agentx.cli.tables import console, table
     from agentx.crew import checked, usual_workers
     from agentx.doubts import BUDGET_FLOOR_NS
-    from agentx.metrics import tail_name
+    from agentx.stats import tail_name
     from agentx.units import format_duration
 
     processes = usual_workers(concurrency) if workers is None else min(workers, concurrency)

@@ -21,8 +21,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from agentx.cli.tables import console
-from agentx.metrics import FAILED
-from agentx.turns import CallRow
+from agentx.turns import FAILED, CallRow
 from agentx.units import NS_PER_S, format_duration, format_percent, printable
 
 if TYPE_CHECKING:

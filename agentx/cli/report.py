@@ -11,8 +11,8 @@ import typer
 from agentx.units import NS_PER_S, format_count, format_duration, format_percent
 
 if TYPE_CHECKING:
-    from agentx.metrics import Summary
     from agentx.report import Report
+    from agentx.stats import Summary
 
 NAMES = {
     "ttft_ns": "TTFT",
@@ -274,7 +274,7 @@ def _client(facts: Mapping[str, Any]) -> str:
     if "workers" in seen:
         parts.append(f"{seen['workers']} worker processes")
     if budget:
-        from agentx.metrics import tail_name
+        from agentx.stats import tail_name
 
         tail = tail_name(budget["n"])
         parts.append(

@@ -41,7 +41,8 @@ class Answer:
         self._stream = StreamParser(keep_text)
         self._inflate: Any = None
         self._document: list[bytes] = []
-        self._size = 0
+        self.size = 0
+        """Bytes of body read so far, decompressed."""
         self._is_stream: bool | None = None
         self._broken: str | None = None
         self.encoding: str | None = None
@@ -56,6 +57,7 @@ class Answer:
                 if self._is_stream is None:
                     self._set_decoder(exchange)
                 plain = self._decode(data)
+                self.size += len(plain)
                 if self._is_stream is None:
                     start = plain.lstrip()[:1]
                     self._is_stream = exchange.status == 200 and start not in (b"{", b"[") if start else None
@@ -103,8 +105,7 @@ class Answer:
             raise StreamFormatError(f"content encoding {encoding!r}, although identity was asked for")
 
     def _keep(self, plain: bytes) -> None:
-        self._size += len(plain)
-        if self._size > LARGEST_DOCUMENT:
+        if self.size > LARGEST_DOCUMENT:
             raise StreamFormatError(f"an answer of over {LARGEST_DOCUMENT} bytes that is no event stream")
         self._document.append(plain)
 

@@ -186,8 +186,8 @@ class _EchoConnection(asyncio.Protocol):
 async def _serve(port: int) -> None:
     loop = asyncio.get_running_loop()
     wheel = _Wheel(loop)
-    listener = socket.create_server(("127.0.0.1", port), backlog=4096)
-    server = await loop.create_server(lambda: _EchoConnection(wheel), sock=listener)
+    listener = socket.create_server(("127.0.0.1", port))
+    server = await loop.create_server(lambda: _EchoConnection(wheel), sock=listener, backlog=4096)
     sys.stderr.write(f"echo on http://127.0.0.1:{listener.getsockname()[1]}\n")
     sys.stderr.flush()
     async with server:

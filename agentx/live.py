@@ -31,6 +31,8 @@ COARSE_NS = int(1.5 * NS_PER_MS)
 """Below this distance a timer would overshoot: the loop's timers have millisecond steps."""
 OVERRUN_TIMES, OVERRUN_CHUNKS = 4, 1024
 """An answer of more output chunks than so many times the tokens asked for, and so many more, is cut: it has no end."""
+OVERRUN_TOKEN_BYTES, OVERRUN_BYTES = 64 * 1024, 16 * 1024 * 1024
+"""The same in bytes per token asked for, and so many more: comments and empty events are bytes, but no chunks."""
 MOST_ATTEMPTS = 10
 """Attempts of one call where it is sent again at all."""
 LONGEST_RETRY_NS = 60 * NS_PER_S
@@ -304,8 +306,9 @@ class LiveDriver:
         sending = self._flying[exchange]
         sending.answer.take(exchange)
         asked = max(1, sending.call.output_tokens)
-        if sending.answer.chunks > OVERRUN_CHUNKS + OVERRUN_TIMES * asked:
-            message = f"{sending.answer.chunks} chunks of output came for {asked} tokens asked for"
+        chunks, size = sending.answer.chunks, sending.answer.size
+        if chunks > OVERRUN_CHUNKS + OVERRUN_TIMES * asked or size > OVERRUN_BYTES + OVERRUN_TOKEN_BYTES * asked:
+            message = f"{chunks} chunks of output in {size} bytes came for {asked} tokens asked for"
             sending.client.cancel(exchange, "overrun", message)
 
     def _queue(self, due_ns: int, sending: _Sending) -> None:

@@ -59,10 +59,11 @@ def replay(lanes: int, seconds: int, ttft_us: int, itl_us: int) -> list[str]:
     gaps = _missing_turns(calls)
     endless = sent["end_ns"].null_count()
     ttft, stall = report.distributions["ttft_ns"], run.manifest["client"]["loop_stall_ns"]
-    counts = dict(sent.group_by("status").len().sort("status").iter_rows())
+    kinds = pl.concat_str(pl.col("status"), pl.col("error_kind"), separator=" ", ignore_nulls=True)
+    counts = dict(sent.group_by(kinds.alias("kind")).len().sort("kind").iter_rows())
     return [
         f"{lanes:,} lanes, {seconds} s, TTFT {ttft_us / 1000:g} ms, ITL {itl_us / 1000:g} ms",
-        f"{sent.height:,} ({', '.join(f'{n:,} {status}' for status, n in counts.items())})",
+        f"{sent.height:,} ({', '.join(f'{n:,} {kind}' for kind, n in counts.items())})",
         f"{twice + gaps + endless:,}",
         "-" if ttft.p50 is None else f"{ttft.p50 / 1e6:,.0f} ms",
         "-" if stall["p99"] is None else f"{stall['p99'] / 1e6:,.0f} ms",

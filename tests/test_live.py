@@ -19,7 +19,7 @@ from agentx.live import OVERRUN_CHUNKS, LiveDriver, LiveSettings, retry_after_ns
 from agentx.prefix import CeilingTracker, PlayBlocks
 from agentx.redact import Redactor
 from agentx.turns import ROOT, BlockIds, CallRow, SessionTree, Stream
-from tests.wire import Script, Step, Wire, delta, head, reply, serving, sse
+from tests.wire import SSE_HEAD, Script, Step, Wire, chunk, delta, head, reply, serving, sse
 
 MS = 1_000_000
 BLOCK = 64
@@ -244,9 +244,15 @@ def test_a_fault_in_a_callback_ends_the_run_instead_of_losing_a_call(
     assert time.monotonic() - started < 10
 
 
-def test_an_answer_without_end_is_cut_in_the_warmup_too() -> None:
+@pytest.mark.parametrize("what", ["chunks", "comments"])
+def test_an_answer_without_end_is_cut_in_the_warmup_too(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would end it: bytes come, so it is no stall, and no window is open yet."""
     endless = sse(*[delta("x")] * (OVERRUN_CHUNKS + 1200), every_s=0.0005)
+    if what == "comments":
+        monkeypatch.setattr("agentx.live.OVERRUN_BYTES", 1024)
+        monkeypatch.setattr("agentx.live.OVERRUN_TOKEN_BYTES", 1024)
+        comments = (Step(n * 0.0005, chunk(b": still here\n\n")) for n in range(4096))
+        endless = Script([Step(0.0, SSE_HEAD), *comments])
     tree = SessionTree("s", 0, (stream("s", [0, 0]),))
     rows, *_ = replay(
         [tree],

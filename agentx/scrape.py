@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from agentx.http import HttpClient
 
 Names = tuple[str, ...]
@@ -140,6 +138,8 @@ class Change:
 
 def look(text: str) -> Look:
     """The samples of an exposition; raises ValueError where it is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     samples: dict[str, dict[Series, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import polars as pl
+from peak import with_peak
 
 from agentx.echo import running_echo
 from agentx.report import make_report
@@ -43,14 +44,14 @@ def replay(lanes: int, seconds: int, ttft_us: int, itl_us: int) -> list[str]:
             "run",
         ]
         words += ["--concurrency", str(lanes), "--duration", f"{seconds}s", "--no-self-check", "--workers", "1"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "agentx", *words],
+        subprocess.run(
+            with_peak([sys.executable, "-m", "agentx", *words], "peak"),
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        _, process.returncode, usage = os.wait4(process.pid, 0)
+        peak = int((Path(folder) / "peak").read_text()) / 1024
         run = load_run(Path(folder) / "run")
     report = make_report(run)
     calls = run.calls
@@ -67,7 +68,7 @@ def replay(lanes: int, seconds: int, ttft_us: int, itl_us: int) -> list[str]:
         f"{twice + gaps + endless:,}",
         "-" if ttft.p50 is None else f"{ttft.p50 / 1e6:,.0f} ms",
         "-" if stall["p99"] is None else f"{stall['p99'] / 1e6:,.0f} ms",
-        f"{usage.ru_maxrss / 1024:,.0f} MB",
+        f"{peak:,.0f} MB",
     ]
 
 

@@ -7,6 +7,7 @@ commands, so that `--help` and the first request are quick.
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import signal
@@ -64,6 +65,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a model's name may hold what the locale cannot
+    gc.set_threshold(100_000)  # imports make many objects and no garbage
     signal.signal(signal.SIGTERM, _interrupted)  # as Ctrl-C: what is half-written is cleared away
     sys.exit(run())
 
